@@ -2,7 +2,7 @@
 
 The parent of a failed rank calls it. One task of the run writes and the others wait for it, because
 srun ends all tasks soon after the first failed one. If the model is sharded, each task writes its
-shards, and those of lost nodes of which it has a copy.
+shards, and its copies of the shards of lost nodes.
 """
 
 import contextlib
@@ -149,9 +149,10 @@ class _Note:
 
 
 def _save_shards(attempt: Attempt, found: Sequence[_Snapshot]) -> None:
-    """Write this task's shards of the newest step of which all ranks' are left. Raises OSError.
+    """Write this task's shards of the newest step for which no shards are lost. Raises OSError.
 
-    The task of a rank that died alone writes all that it has: srun ends the others when it is gone.
+    If the other tasks do not answer, they still run, and srun ends them when this one is gone: it
+    leaves them the shards of both its steps.
     """
     own, folder = found[0].index, attempt.checkpoints
     note = folder / f"{_NOTE}{own.rank}"
@@ -299,7 +300,7 @@ def _write_file(found: _Snapshot, record: Record, folder: Path) -> str:
 
 
 def _remove_shards(folder: Path) -> None:
-    """Remove what the tasks of a sharded training have written beside the checkpoint."""
+    """Remove notes and unused shards."""
     for path in folder.glob(f"{_NOTE}*"):
         path.unlink(missing_ok=True)
     for path in folder.glob(f".step-*{_SHARDS}"):

@@ -31,12 +31,12 @@ from clusterddp.run import node_memory
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.node_memory import HEADER_BYTES, Index, Record
 
-_COPIES = 7
-"""A rank's shards and the copy that it keeps: on the CPU, as a file, sent, and in two halves."""
+_OF_OWN, _OF_KEPT = 4, 3
+"""Copies of a rank's shards (on the CPU, in a file, in two halves) and of another's (received)."""
 _SHARE_OF_MEMORY = 0.5
 """Largest part of a node's free memory."""
 _THREAD_SHARE = 0.1
-"""Largest part of the time in which the thread works beside the training."""
+"""Largest part of the time in which the thread works."""
 _METADATA = ".metadata"
 
 
@@ -68,18 +68,16 @@ class ShardSnapshots(Snapshots):
         self._shape = shape
         hosts, sizes, room = self._survey()
         self._keepers = keepers(hosts)
-        needed = [
-            size + sum(sizes[r] for r, keeper in enumerate(self._keepers) if rank == keeper != r)
-            for rank, size in enumerate(sizes)
-        ]
-        of_hosts = {
-            host: _COPIES * sum(each for each, at in zip(needed, hosts, strict=True) if at == host)
-            for host in hosts
-        }
-        self._size = 2 * max(needed)
-        if min(room) < max(of_hosts.values()):
-            need, free = memory(max(of_hosts.values())), memory(min(room))
-            self._turn_off(f"the shards of a node need {need}, and {free} may be used")
+        needed = dict.fromkeys(hosts, 0)
+        for rank, (size, keeper) in enumerate(zip(sizes, self._keepers, strict=True)):
+            needed[hosts[rank]] += _OF_OWN * size
+            needed[hosts[keeper]] += _OF_KEPT * size * (keeper != rank)
+        self._size = max(needed.values())
+        if self._size > min(room):
+            free = memory(min(room))
+            self._turn_off(
+                f"the shards need {memory(self._size)} of a node, which has {free} for it"
+            )
             return
         self._group = sharded.connect()
         if self._group is None:
@@ -136,11 +134,11 @@ class ShardSnapshots(Snapshots):
         except BaseException as error:  # CheckpointException of torch
             self._problem = first_line(error)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder.parent, ignore_errors=True)
             self._not_before = began + (time.monotonic() - began) / _THREAD_SHARE
 
     def _keep(self, step: int, states: dict[str, Any], content: bytes, folder: Path) -> None:
-        """Write this rank's shards into memory, and those of which it keeps a copy."""
+        """Write this rank's shards into memory, and the copies of others' that it keeps."""
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
@@ -176,7 +174,7 @@ class ShardSnapshots(Snapshots):
 
     @property
     def _kept(self) -> tuple[int, ...]:
-        """Ranks whose shards this rank keeps: its own, and those of other nodes."""
+        """Ranks whose shards this rank keeps: itself, and ranks of another node."""
         of_others = (r for r, keeper in enumerate(self._keepers) if keeper == self._rank != r)
         return self._rank, *of_others
 
@@ -199,7 +197,7 @@ class ShardSnapshots(Snapshots):
 def keepers(hosts: Sequence[str]) -> list[int]:
     """Return the rank on the next host that keeps a copy of each rank's shards.
 
-    hosts: of each rank. With a single host each rank has only itself.
+    hosts: each rank's. With a single host each rank has only itself.
     """
     ranks = {host: [r for r, each in enumerate(hosts) if each == host] for host in hosts}
     names = list(ranks)
@@ -220,6 +218,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _mapped(path: Path) -> Tensor:
     """Map a file into memory."""
-    with path.open("r+b") as file, suppress(ValueError):  # of an empty file
+    with path.open("r+b") as file, suppress(ValueError):  # an empty file
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
     return torch.empty(0, dtype=torch.uint8)

@@ -20,9 +20,9 @@ from tests.on_slurm.campaign.fault import SAME, UNHURRIED, Fault, fault
 from tests.on_slurm.campaign.nodes import ON_BOTH, SOON
 from tests.on_slurm.campaign.run import SCRIPTS, Run, Trial, slurm
 
-PACE = {"two": 0.08, "four-buckets": 0.08, "loop": 0.25}
+PACE = {"two": 0.08, "four-buckets": 0.08, "loop": 0.25, "loop-fsdp": 0.25}
 """By configuration, so that a snapshot is taken each few steps."""
-MARGIN = {"two": (10, 20), "four-buckets": (10, 20), "loop": (5, 10)}
+MARGIN = {"two": (10, 20), "four-buckets": (10, 20), "loop": (5, 10), "loop-fsdp": (5, 10)}
 """Steps from a snapshot to the strike, the least and the most."""
 OPTIONS = ["--retries", "9", "--max-requeues", "9"]
 RARELY = ["--save-every", "1000steps", "--snapshot-every", "1s"]
@@ -344,6 +344,20 @@ fault("memory-loop-writer-killed", needs=("loop",))(_row(["writer-killed"], "loo
 fault("memory-loop-node-lost", conf=SOON, needs=("loop",))(_row(["node-lost"], "loop", *ON_BOTH))
 fault("memory-loop-node-lost-spare", conf=_LOST, hosts=3, needs=("loop",))(
     _row(["node-lost"], "loop", *SPARE)
+)
+# Each of the two hosts has a copy of the other's shards.
+_FSDP = {"needs": ("loop-fsdp",)}
+fault("memory-fsdp-killed", **_FSDP)(_row(["killed"], "loop-fsdp"))
+fault("memory-fsdp-writer-killed", **_FSDP)(_row(["writer-killed"], "loop-fsdp"))
+fault("memory-fsdp-cancelled", **_FSDP)(_row(["cancelled"], "loop-fsdp"))
+fault("memory-fsdp-node-lost", conf=SOON | UNHURRIED, **_FSDP)(
+    _row(["node-lost"], "loop-fsdp", *ON_BOTH)
+)
+fault("memory-fsdp-first-node-lost", conf=SOON | UNHURRIED, **_FSDP)(
+    _row(["node-lost"], "loop-fsdp", *ON_BOTH, pick=0)
+)
+fault("memory-fsdp-node-lost-spare", conf=_LOST, hosts=3, **_FSDP)(
+    _row(["node-lost"], "loop-fsdp", *SPARE)
 )
 
 
