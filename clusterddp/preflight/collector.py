@@ -123,6 +123,11 @@ def probe_command(
     ]
 
 
+def partners(number: int, nodes: int) -> list[int]:
+    """Return the numbers of the nodes to which a node connects: at distance 1, 2, 4 and so on."""
+    return [(number + (1 << power)) % nodes for power in range((nodes - 1).bit_length())]
+
+
 def listen(ports: Sequence[int] = (), address: str = "") -> socket.socket:
     """Listen on the first free port of these, else on any port. Raises OSError.
 
@@ -190,7 +195,7 @@ class _Collector:
         exit_codes: Callable[[], Mapping[str, int]],
     ) -> None:
         self._hosts, self._nonce, self._has_ended = list(hosts), nonce, has_ended
-        self._exit_codes = exit_codes
+        self._exit_codes, self._names = exit_codes, {*hosts}
         self.probes: dict[str, _Probe] = {}
         self._known: dict[Lines, _Probe] = {}
         self._seen_at = ""
@@ -244,7 +249,7 @@ class _Collector:
         ) + tuple(
             f"{host}: its probe failed with exit code {code}; see preflight.log"
             for host, code in self._exit_codes().items()
-            if host in self._hosts and host not in self.probes and code != UNREACHED
+            if host in self._names and host not in self.probes and code != UNREACHED
         )
 
     def unreachable(self) -> str:
@@ -268,10 +273,13 @@ class _Collector:
                 own = probe.lines.socket.getsockname()[0].removeprefix("::ffff:")
                 probe.address = self._seen_at or own
         self._peers = [probe.host for probe in probes]
-        peers = [[probe.address, probe.port] for probe in probes]
         for number, probe in enumerate(probes):
             probe.is_due, probe.at = True, "the exchange with other nodes"
-            self._send(probe, {"peers": peers, "own": number})
+            others = {
+                each: [probes[each].address, probes[each].port]
+                for each in partners(number, len(probes))
+            }
+            self._send(probe, {"address": probe.address, "peers": others})
         self.await_all(self._peers, PATIENCE_SECONDS)
 
     def await_all(
@@ -284,8 +292,9 @@ class _Collector:
         """
         now = time.monotonic()
         last, deadline, answers = now + FIRST_SECONDS, now + seconds, self._answers
+        absent, due = [*hosts], [*hosts]  # each host leaves once: the loop has a turn per message
         while True:
-            until = last if self._is_missing(hosts) else min(deadline, last)
+            until = last if self._is_missing(absent) else min(deadline, last)
             if (left := until - time.monotonic()) <= 0:
                 return
             if self._answers > answers:
@@ -298,19 +307,30 @@ class _Collector:
                     self._read(key.data)
             if one_is_enough and self.probes:
                 return
-            if not self._is_missing(hosts) and not any(
-                (probe := self.probes.get(host)) and probe.is_due and not probe.is_gone
-                for host in hosts
-            ):
+            if not self._is_missing(absent) and not self._is_due(due):
                 return
             if is_over:
                 self.was_ended = True
                 return
 
-    def _is_missing(self, hosts: Sequence[str]) -> bool:
-        """Return whether a node's first answer is missing although its probe has not failed."""
-        missing = [host for host in hosts if host not in self.probes]
-        return bool(missing) and not {*missing} <= self._exit_codes().keys()
+    def _is_missing(self, absent: list[str]) -> bool:
+        """Return whether a node's first answer is missing although its probe has not failed.
+
+        Removes the last nodes of `absent` as long as they have answered or failed.
+        """
+        codes = self._exit_codes()
+        while absent and (absent[-1] in self.probes or absent[-1] in codes):
+            absent.pop()
+        return bool(absent)
+
+    def _is_due(self, due: list[str]) -> bool:
+        """Return whether a further answer of a node is due; removes the last that owe none."""
+        while due:
+            probe = self.probes.get(due[-1])
+            if probe and probe.is_due and not probe.is_gone:
+                return True
+            due.pop()
+        return False
 
     def _participants(self) -> list[_Probe]:
         """Return the probes with their own node's measurements, in the job's order."""
@@ -345,11 +365,10 @@ class _Collector:
             host, local, port = (message.get(name) for name in ("host", "local", "port"))
             if (
                 message.get("nonce") != self._nonce
-                or host not in self._hosts
+                or not (isinstance(host, str) and isinstance(local, str) and type(port) is int)
+                or host not in self._names
                 or host in self.probes
             ):
-                return False
-            if not (isinstance(host, str) and isinstance(local, str) and type(port) is int):
                 return False
             self.probes[host] = self._known[lines] = _Probe(lines, host, local, port)
             seen = message.get("seen")

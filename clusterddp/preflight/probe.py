@@ -85,7 +85,7 @@ def run(
         lines.send({"node": vars(measured)})
         spins = 1
         for message in _messages(lines):
-            if not isinstance(message.get("peers"), list):
+            if not isinstance(message.get("peers"), dict):
                 return
             load, pairs = measure_with_peers(message, nonce, spins)
             spins = _SPINS_AGAIN
@@ -97,20 +97,18 @@ def measure_with_peers(
 ) -> tuple[LoadMeasurements, list[Pair]]:
     """Time a loop, then exchange data with the nodes at distance 1, 2, 4 and so on.
 
-    message: the collector's, with all nodes and this node's number. spins: number of loops.
+    message: the collector's, with these nodes by number and this node's address. spins: number of
+    loops.
     """
-    peers, own = message["peers"], message["own"]
-    assert isinstance(peers, list)
-    assert isinstance(own, int)
+    peers = message["peers"]
+    assert isinstance(peers, dict)
     spin = quickest_spin(spins)
-    pairs, distance, patience = [], 1, _CONNECT_SECONDS
-    while distance < len(peers):
-        number = (own + distance) % len(peers)
-        pairs.append(_exchange(number, Peer(*peers[number]), nonce, patience))
+    pairs, patience = [], _CONNECT_SECONDS
+    for number, place in peers.items():
+        pairs.append(_exchange(int(number), Peer(*place), nonce, patience))
         if pairs[-1].error:
             patience = 1.0  # the others wait for this node
-        distance *= 2
-    interface = _interface_of(peers[own][0])
+    interface = _interface_of(str(message["address"]))
     return LoadMeasurements(spin, interface, *_link(interface)), pairs
 
 

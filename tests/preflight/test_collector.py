@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from clusterddp.preflight import collector, evaluation, probe
 from clusterddp.preflight.collector import Collection, load
 from clusterddp.preflight.evaluation import LoadMeasurements, NodeMeasurements
+from tests.counting import count_calls
 from tests.hostile import CARRIED
 from tests.waiting import PATIENCE
 
@@ -74,6 +76,52 @@ def test_the_nodes_measure_themselves_and_each_other(job: Job) -> None:
         assert abs(node.own.clock) < evaluation.CLOCK_SECONDS
         assert all(pair.sent > 0 and pair.received > 0 for pair in node.pairs.values())
     assert [each.wait(PATIENCE) for each in job.probes] == [0, 0, 0]
+
+
+class Scripted:
+    """A probe's connection whose messages arrive one at a time; counts the bytes that it gets."""
+
+    def __init__(self, host: str) -> None:
+        self.socket = socket.socket()
+        own = {"host": host, "local": "10.0.0.1", "port": 7, "nonce": NONCE}
+        self.messages, self.bytes = [own, {"node": {"memory": 1.0}}], 0
+
+    def receive(self) -> list[dict[str, Any]]:
+        return [self.messages.pop(0)]
+
+    def send(self, content: Any) -> None:
+        self.bytes += len(json.dumps(content))
+        self.messages.append({"load": {}, "pairs": []})
+
+
+def work_of(nodes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """The calls that the messages of so many nodes cost, and the bytes sent to them."""
+    hosts = [f"h{number}" for number in range(nodes)]
+    probes = [Scripted(host) for host in hosts]
+    server = collector.listen()
+    made = collector._Collector(server, hosts, NONCE, lambda: False, dict)
+    turns = [SimpleNamespace(data=each) for _ in range(3) for each in probes]
+    monkeypatch.setattr(made, "_selector", SimpleNamespace(select=lambda _: [(turns.pop(0), 0)]))
+
+    def collect() -> None:
+        made.await_all(hosts, 600)
+        made.measure_together()
+
+    calls = count_calls(collect)
+    assert len(made.nodes()) == nodes and not turns
+    for each in (server, *(one.socket for one in probes)):
+        each.close()
+    return calls, sum(one.bytes for one in probes)
+
+
+def test_a_nodes_messages_cost_the_same_whatever_the_number_of_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (few_calls, few_bytes), (many_calls, many_bytes) = (
+        work_of(nodes, monkeypatch) for nodes in (32, 256)
+    )
+    assert many_calls < 1.3 * 8 * few_calls
+    assert many_bytes < 2 * 8 * few_bytes  # each is told its partners, log2 N of them
 
 
 STRANGERS = [
