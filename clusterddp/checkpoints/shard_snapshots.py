@@ -37,6 +37,8 @@ _SHARE_OF_MEMORY = 0.5
 """Largest part of a node's free memory."""
 _THREAD_SHARE = 0.1
 """Largest part of the time in which the thread works."""
+_WAIT_SECONDS = 300.0
+"""Time for which a thread waits for another rank's, which may have failed."""
 _METADATA = ".metadata"
 
 
@@ -79,7 +81,7 @@ class ShardSnapshots(Snapshots):
                 f"the shards need {memory(self._size)} of a node, which has {free} for it"
             )
             return
-        self._group = sharded.connect()
+        self._group = sharded.connect(_WAIT_SECONDS)
         if self._group is None:
             self._turn_off("gloo cannot connect the ranks")
 
@@ -92,7 +94,7 @@ class ShardSnapshots(Snapshots):
             self._halves = self._address.open() if self._address else ()
             for half in self._halves:
                 node_memory.write_header(half, self._attempt.path, [self._address])  # type: ignore[list-item]
-            room = int(_SHARE_OF_MEMORY * free_bytes())
+            room = int(_SHARE_OF_MEMORY * free_bytes()) if self._halves else 0
         except Exception as error:  # a state's own, or of the memory
             self._problem = first_line(error)
         rows = agreement.gather((host_name(os.environ), size, room))

@@ -74,8 +74,10 @@ def select_sharded(objects: Objects) -> dict[str, Any]:
     return found | files
 
 
-def connect() -> dist.ProcessGroup | None:
+def connect(seconds: float = _WRITE_SECONDS) -> dist.ProcessGroup | None:
     """Return a group for the threads that write a checkpoint together; collective.
+
+    seconds: for which a rank waits for another.
 
     Threads must not share the training's group: their collectives would interleave. None if gloo
     cannot connect the ranks, which is logged, or if there is no group at all.
@@ -89,7 +91,7 @@ def connect() -> dist.ProcessGroup | None:
         made = dist.new_group(backend="gloo", timeout=timedelta(seconds=_CONNECT_SECONDS))
         group = cast(dist.ProcessGroup, made)
         set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-        set_timeout(timedelta(seconds=_WRITE_SECONDS), group)
+        set_timeout(timedelta(seconds=seconds), group)
     except RuntimeError as error:
         problem = _first_words(error)
     problem = next(filter(None, agreement.gather(problem)), "")

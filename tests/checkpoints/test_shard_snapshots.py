@@ -13,6 +13,8 @@ from clusterddp import log
 from clusterddp.checkpoints import catalog, from_memory, sharded, state
 from clusterddp.checkpoints.shard_snapshots import ShardSnapshots, keepers
 from clusterddp.checkpoints.state import Position
+from clusterddp.distributed.agreement import Poll
+from clusterddp.loop import Loop
 from clusterddp.run import attempt as attempts
 from clusterddp.run import node_memory
 from clusterddp.run.attempt import Attempt, attempt_at
@@ -189,6 +191,38 @@ def test_two_lost_neighbours_cost_the_snapshot_and_leave_no_state_behind(
     run_ranks(4, rank_trains, attempt.path, memories, ("a", "b", "c", "d"), None)
     save(memories, [0, 1])
     assert catalog.files(attempt.checkpoints) == []
+
+
+def rank_loops(
+    rank: int, world_size: int, folder: Path, memories: Sequence[Address], steps: int
+) -> tuple[int, dict[int, list[Any]]]:
+    """Train in a Loop; return the step from which it resumed, and the weights of each step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(memories[rank]))
+        patch.setattr(Poll, "due", lambda *_: True)
+        begin = ShardSnapshots.__init__  # in a run of a person's own there are none
+        patch.setattr(ShardSnapshots, "__init__", lambda s, a, _, o: begin(s, a, 1e-6, o))
+        trained, weights = Trained(), {}
+        loop = Loop(directory=folder, **trained.shards)
+        first = loop.steps
+        for _ in loop.iterations(steps):
+            trained.step()
+            weights[loop.steps + 1] = trained.weights
+            loop._snapshots.close()
+            vars(loop._snapshots).update(_due=0.0, _not_before=0.0)
+            if loop.steps + 1 == steps:
+                return first, weights  # as if it were killed here
+            loop.step()
+        return first, weights
+
+
+def test_a_killed_loop_resumes_from_memory(tmp_path: Path, memories: list[Address]) -> None:
+    first, other = run_ranks(2, rank_loops, tmp_path / "run", memories, 5)
+    assert first[0] == other[0] == 0
+    save(memories, range(2))
+    resumed = run_ranks(2, rank_loops, tmp_path / "run", memories[2:], 7)
+    assert [start for start, _ in resumed] == [4, 4]
+    assert [weights[5] for _, weights in resumed] == [first[1][5], other[1][5]]
 
 
 def test_without_room_the_run_says_so(attempt: Attempt, memories: list[Address]) -> None:
