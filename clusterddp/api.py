@@ -19,6 +19,7 @@ from clusterddp.files import read_json
 from clusterddp.processes import START_METHODS
 from clusterddp.ranks.dist_env import MAX_PROCS
 from clusterddp.request.options import FLAG, Given, nearest
+from clusterddp.request.program import where_instead
 from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import attempt as attempts
@@ -428,8 +429,8 @@ def _request(
     of_training = [name for name in given if name in _TRAINING] if command else []
     if of_training:
         raise RequestError(
-            f"{', '.join(of_training)}: only for the built-in training, but a command is given. "
-            "Put the command's own options into its list. [CD0103]"
+            f"{', '.join(of_training)}: only for the built-in training, but a command is given."
+            f"{where_instead(of_training)} Put the command's own options into its list. [CD0103]"
         )
     with _naming_keywords():
         asked = _given(given, tuple(os.fspath(word) for word in command))

@@ -246,6 +246,7 @@ def test_the_training_is_submitted_by_keywords(folder: Path) -> None:
         (["true"], {"snapshot_limit": "x"}, "snapshot_limit: 'x' is not valid. Use a number."),
         (["true"], {"env": 3}, "env: 3 is not valid. Use a string or a list of strings."),
         (["true"], {"lr": 0.1}, "lr: only for the built-in training, but a command is given"),
+        (["true"], {"keep_last": 2}, "given. In the script, use Loop(keep_last=…) or resume(…, "),
         (["true"], {"gpus_per_node": 2, "tasks_per_node": 3}, "conflicts with gpus_per_node 2: "),
         (["true"], {"run_name": "a/b"}, "run_name"),
         (["true"], {"template": "tpl/none.j2"}, "template: there is no file 'tpl/none.j2'."),

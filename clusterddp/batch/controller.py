@@ -55,6 +55,7 @@ from clusterddp.slurm.forms import (
     CODE_OF_VARIABLE,
     CODE_VARIABLE,
     FULL_PREFLIGHT_VARIABLE,
+    KILL_WAIT_VARIABLE,
     NODES_VARIABLE,
     NONCE_VARIABLE,
     RANK_VARIABLES,
@@ -606,6 +607,8 @@ class Controller:
         environ["MASTER_PORT"] = str(port)
         if self._spec.node_checks == FULL_PREFLIGHT:
             environ[FULL_PREFLIGHT_VARIABLE] = "1"
+        if not is_rehearsal(os.environ) and (seconds := slurm.kill_wait()) is not None:
+            environ[KILL_WAIT_VARIABLE] = str(seconds)
         if self._allocation:
             environ[SPARES_VARIABLE] = str(self._spec.resources.spare_nodes)
             environ[NODES_VARIABLE] = ",".join(self._nodes)

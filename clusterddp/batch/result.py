@@ -133,11 +133,13 @@ def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
     )
     asked = evidence.is_stop_asked
     decision = decide(policy, ended.cause, starts, stop_requested=asked, how=ended.how)
+    is_last = not decision.restarts and ended.cause != Cause.DONE
     ended = replace(
         ended,
         remark="; ".join(filter(None, (ended.remark, *(remark for remark, _ in remarks)))),
         write_error=write_error,
-        why="" if decision.restarts or ended.cause == Cause.DONE else decision.why,
+        why=decision.why if is_last else "",
+        why_code=decision.code if is_last else "",
     )
     lost, unlaunched = evidence.lost_nodes, found.unlaunched_node
     return AttemptResult(ended, tuple(lines), decision, lost, unlaunched, asked)

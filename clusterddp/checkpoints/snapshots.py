@@ -78,6 +78,11 @@ class Snapshots:
         self._first_due = time.monotonic() + every
         self._said_every = 0.0
 
+    @property
+    def is_used(self) -> bool:
+        """True if this rank has memory for snapshots."""
+        return not self._is_off and self._layout is not None
+
     def is_due(self) -> bool:
         """Return whether a snapshot is due, on rank 0."""
         return not self._is_off and time.monotonic() >= self._due

@@ -17,6 +17,7 @@ from typing import Any
 from clusterddp.errors import OptionError, RequestError, no_file
 from clusterddp.files import write_atomically
 from clusterddp.request.options import FLAG, Duration, Given, nearest, options_of
+from clusterddp.request.program import where_instead
 from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING, recipe_settings
 from clusterddp.slurm import forms
@@ -168,7 +169,7 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     if command and training:
         raise RequestError(
             f"--config {path}: {_COMMAND} conflicts with {', '.join(training)}, which are for the "
-            "built-in training. Remove one of them. [CD0204]"
+            f"built-in training. Remove one of them.{where_instead(training)} [CD0204]"
         )
     values = {}
     for key, value in content.items():

@@ -24,6 +24,7 @@ from pathlib import Path
 from clusterddp.preflight.collector import Lines, listen
 from clusterddp.preflight.evaluation import LoadMeasurements, NodeMeasurements, Pair
 from clusterddp.processes import limits
+from clusterddp.processes.hardware import free_bytes
 
 MAX_SECONDS = 240
 TRANSFER_BYTES = 4 << 20
@@ -139,7 +140,7 @@ def _measure(
     """Measure this node. report: takes the name of each step that may hang, before the step."""
     report("the check of its GPUs")
     seen, gpu_fault = _check_gpus(granted, environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
-    asked = environ.get("SLURM_MEM_PER_NODE", "")
+    free, asked = free_bytes(), environ.get("SLURM_MEM_PER_NODE", "")
     disk = environ.get("TMPDIR") or "/tmp"
     report(f"the check of its local disk {disk}")
     disk_free, disk_fault = _try_directory(disk)
@@ -149,7 +150,7 @@ def _measure(
         gpus_granted=granted,
         gpus_seen=seen,
         gpu_fault=gpu_fault,
-        memory=available_memory(),
+        memory=-1.0 if free is None else float(free),
         memory_asked=float(asked) * 2**20 if asked.isdigit() and asked != "0" else -1.0,
         disk=disk,
         disk_free=disk_free,
@@ -180,32 +181,6 @@ def _try_directory(directory: str) -> tuple[float, str]:
     except OSError as error:
         return free, error.strerror or str(error)
     return free, ""
-
-
-def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the bytes of available memory: MemAvailable, capped by the control groups' limits.
-
-    Current use is not subtracted from a limit, because most of it is reclaimable page cache. -1 if
-    unknown.
-    """
-    bounds = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in (proc / "meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                bounds.append(float(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError):
-        for line in (proc / "self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kinds and "memory" not in kinds.split(","):
-                continue
-            group = cgroups / ("memory" if kinds else "") / path.lstrip("/")
-            name = "memory.limit_in_bytes" if kinds else "memory.max"
-            for each in (group, *group.parents):
-                with contextlib.suppress(OSError, ValueError):  # the value may be `max`
-                    bounds.append(float((each / name).read_text()))
-                if each == cgroups:
-                    break
-    return min(bounds, default=-1.0)
 
 
 def _compare_clocks(lines: Lines) -> tuple[float, float]:

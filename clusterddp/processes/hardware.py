@@ -13,12 +13,14 @@ NVIDIA_DRIVER = (_NVIDIA / "version", Path("/dev/nvidiactl"), Path("/usr/lib/wsl
 the device, and WSL 2 only the library of the Windows driver."""
 AMD_DEVICE = Path("/dev/kfd")
 _CPUS = Path("/proc/cpuinfo")
-# Controller -> limit, usage, and the part of the usage that is reclaimable file cache
+# Controller -> limit, usage, and a prefix in memory.stat
 # (cgroups(7): the unified hierarchy has no controller's name in /proc/self/cgroup).
 _FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "": ("memory.max", "memory.current", ""),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
+_CACHES = ("inactive_file", "active_file")
+"""Reclaimable file cache in memory.stat, which the kernel counts in MemAvailable, too."""
 
 
 def has_nvidia_driver() -> bool:
@@ -93,19 +95,21 @@ def _left_in_cgroups(root: Path) -> list[int]:
         return []
     left = []
     for line in lines:
-        _, controller, path = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)
+        controller = "memory" if "memory" in controllers.split(",") else controllers
         if controller not in _FILES:
             continue
         top = root / "sys/fs/cgroup" / controller
         group = top / path.lstrip("/")
-        limit, usage, cache = _FILES[controller]
+        limit, usage, prefix = _FILES[controller]
         for folder in (group, *group.parents):
             if not folder.is_relative_to(top):
                 break
             allowed, used = _number(folder / limit), _number(folder / usage)
             if allowed is not None and used is not None:
-                given_up = _number(folder / "memory.stat", cache) or 0
-                left.append(max(allowed - used + given_up, 0))
+                stat = folder / "memory.stat"
+                cached = sum(_number(stat, f"{prefix}{cache}") or 0 for cache in _CACHES)
+                left.append(max(allowed - used + cached, 0))
     return left
 
 

@@ -44,6 +44,18 @@ _KEPT = {
     "allow-config-change": "it applies only to 'clusterddp resume'. Remove it",
 }
 """Options of the training that a sweep cannot vary, and why."""
+_OF_A_LOOP = ("save_every", "snapshot_every", "keep_last", "log_every")
+"""Options of the training that a `Loop`, and `resume` of a framework, have under the same name."""
+
+
+def where_instead(names: Sequence[str]) -> str:
+    """Return where a COMMAND sets some of these options of the training; empty if nowhere.
+
+    names: parameters, or flags.
+    """
+    asked = {name.removeprefix("--").replace("-", "_") for name in names}
+    given = ", ".join(f"{name}=…" for name in _OF_A_LOOP if name in asked)
+    return f" In the script, use Loop({given}) or resume(…, {given})." if given else ""
 
 
 class _Program(Record):
@@ -301,7 +313,7 @@ class Command(_Program):
     def changed(self, run: str, options: Options, flags: str, typed: Sequence[str]) -> "Command":
         if flags:
             problem = f" applies only to the built-in training, but {run} runs a command."
-            raise OptionError(flags, problem, code="CD0103")
+            raise OptionError(flags, problem + where_instead(flags.split(", ")), code="CD0103")
         return Command(tuple(typed) or self.command)
 
     def beginning(self, step: int | None) -> str:

@@ -175,6 +175,8 @@ class Ended(Event):
     """Remark for the user in addition to the cause: for example, each task trained separately."""
     why: str = ""
     """Reason why no other attempt follows automatically; empty if one does."""
+    why_code: str = ""
+    """Error code of that reason; empty if the end itself is the reason."""
     code: str = ""
     """Error code of its end, for `clusterddp explain`; empty if the run is done."""
     stop_signal: str = ""

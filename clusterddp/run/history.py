@@ -297,6 +297,8 @@ def _is_by_user(event: Event) -> bool:
 OWN_CLOCK = "the run's own clock, before the time limit"
 """Replaces the word `signal` for a stop without a signal."""
 STOP_ASKED = "stopped by 'clusterddp stop'"
+SAME_FAILURE = "CD1232"
+"""Code of a run that has failed with the same error at the same step twice."""
 NO_RESTART = "a failed program restarts only with --retries"
 _OUT_OF_MEMORY = ("CD1211", "CD1212")
 """Codes of failures for want of memory, which are one kind of error."""
@@ -418,7 +420,7 @@ def _judge_failure(
             f"attempts {before.number} and {last.number} failed with the same error after step "
             f"{last.died_at}, so the program or its data causes it"
         )
-        return Decision(False, why, "CD1232")
+        return Decision(False, why, SAME_FAILURE)
     if by_hardware:
         return None
     if not policy.retries:

@@ -527,7 +527,7 @@ def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
     Slurm shows a node's port only if it differs from slurm.conf's (seen on 22.05).
     """
     try:
-        usual = _slurmd_port()
+        usual = _number_of_conf("SlurmdPort") or _SLURMD_PORT
     except SlurmError:
         usual = _SLURMD_PORT
     addresses = {}
@@ -553,14 +553,26 @@ def drained_nodes(hosts: Sequence[str]) -> dict[str, str]:
     return drained
 
 
+def kill_wait() -> int | None:
+    """Return KillWait, the seconds from SIGTERM to SIGKILL; None if slurmctld does not answer."""
+    try:
+        return _number_of_conf("KillWait")
+    except SlurmError:
+        return None
+
+
+def _number_of_conf(name: str) -> int | None:
+    """Return a number of slurm.conf; None if it is not there. Raises SlurmError."""
+    found = re.search(rf"^{name}\s*=\s*(\d+)", _first_conf(), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
 @functools.cache
-def _slurmd_port() -> int:
-    """Return slurmd's port from slurm.conf; cached, since slurmd keeps it. Raises SlurmError."""
-    config = slurm_conf()
-    if not config:
-        raise SlurmError("slurmctld does not show its configuration")
-    usual = re.search(r"^SlurmdPort\s*=\s*(\d+)", config, re.MULTILINE)
-    return int(usual[1]) if usual else _SLURMD_PORT
+def _first_conf() -> str:
+    """Return slurm.conf as it was first seen; for what stays during a job. Raises SlurmError."""
+    if config := slurm_conf():
+        return config
+    raise SlurmError("slurmctld does not show its configuration")
 
 
 def signal_script(job_id: str) -> None:

@@ -67,9 +67,12 @@ CODE_OF_VARIABLE = "CLUSTERDDP_RUN_CODE_OF"
 ARM_VARIABLE = "CLUSTERDDP_RUN_STACKS"
 """Variable of a COMMAND; 0 with --no-stacks."""
 
+KILL_WAIT_VARIABLE = "CLUSTERDDP_KILL_WAIT"
+"""Variable with Slurm's KillWait in seconds, for the tasks; unset if unknown."""
+
 TASK_VARIABLES = (
     *(NONCE_VARIABLE, ATTEMPT_VARIABLE, SPARES_VARIABLE, FULL_PREFLIGHT_VARIABLE),
-    *(LOOP_VARIABLE, CODE_VARIABLE, CODE_OF_VARIABLE, ARM_VARIABLE),
+    *(LOOP_VARIABLE, CODE_VARIABLE, CODE_OF_VARIABLE, ARM_VARIABLE, KILL_WAIT_VARIABLE),
 )
 """Variables of one attempt's tasks; jobs that a task submits must not inherit them."""
 

@@ -17,7 +17,7 @@ from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes, events
 from clusterddp.run.attempt import Attempt, latest, printed_bytes
 from clusterddp.run.events import Cause, Ended, Failure, Started
-from clusterddp.run.history import NO_RESTART, History, steps_gained
+from clusterddp.run.history import NO_RESTART, SAME_FAILURE, History, steps_gained
 from clusterddp.run.outcome import HUNG, first_failure, last_renewal, read_outcomes
 from clusterddp.run.records import (
     AttemptRecord,
@@ -667,7 +667,7 @@ def _next_command(
         return f"clusterddp logs -f {run.cli_name}"
     # Without a result recorded by the script the logs say little.
     end = submission.end or Ended()
-    judged = end.cause and end.why in ("", NO_RESTART)
+    judged = end.cause and (end.why in ("", NO_RESTART) or end.why_code == SAME_FAILURE)
     has_failed = state in (RunState.FAILED, RunState.UNKNOWN)
     if has_failed and has_checkpoint and not judged:
         return again

@@ -25,7 +25,7 @@ from clusterddp.request.options import (
     Given,
     sbatch_directives,
 )
-from clusterddp.request.program import NO_PREFLIGHT, BuiltIn, Command, Program
+from clusterddp.request.program import NO_PREFLIGHT, BuiltIn, Command, Program, where_instead
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import ANY, CONDITIONS, DEFAULT_TEMPLATE, DIRECTIVES, REQUEST, JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep
@@ -82,10 +82,11 @@ def _check_typed(given: Given, sweep: Sweep) -> None:
     """Refuse typed options that conflict, and an empty one."""
     if given.command:
         if flags := given.flags(row.parameter for row in TRAINING):
+            instead = where_instead(flags.split(", "))
             raise OptionError(
                 flags,
                 f" appl{'y' if ',' in flags else 'ies'} only to the built-in training, but a "
-                "COMMAND is given. Put the command's own options after '--'. [CD0103]",
+                f"COMMAND is given.{instead} Put the command's own options after '--'. [CD0103]",
             )
     elif name := next((n for n in sweep.names if given.source(n.replace("-", "_")) == FLAG), ""):
         raise OptionError(

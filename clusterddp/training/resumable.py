@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp import files, log
+from clusterddp import files, formatting, log
 from clusterddp.checkpoints import catalog, sharded, state
 from clusterddp.checkpoints.catalog import Best
 from clusterddp.checkpoints.shard_snapshots import ShardSnapshots
@@ -27,6 +27,7 @@ from clusterddp.distributed import agreement
 from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_STOPPED, CheckpointError, TrainingError
+from clusterddp.ranks.variables import kill_wait, own_save_seconds
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import Interval
@@ -127,6 +128,7 @@ class Resumable:
         self._stragglers = Stragglers(attempt, self.rank, straggler_window)
         self._slowdown = Slowdown(attempt, self.rank, self._stragglers, position.step)
         self._saving = Interval.parse(save_every)
+        self._kill_wait = kill_wait(os.environ)
         self._files = sharded.files_of(self._shards)
         modules = {name: each for name, each in self._shards.items() if name not in self._files}
         self._snapshots = (
@@ -348,8 +350,23 @@ class Resumable:
         code, save = self._poll.ask(self.steps, wishes)
         if self._costs.saves:
             self._deadline.check_lead(self._lead_seconds)
+            if self._snapshots.is_used and self._costs.longest_seconds:
+                self._check_kill_wait()
         self._account()
         return REASONS[code], save
+
+    def _check_kill_wait(self) -> None:
+        """Say once if Slurm kills a job before its snapshot is saved, as slowly as a checkpoint."""
+        wait, self._kill_wait = self._kill_wait, None
+        took = self._costs.longest_seconds
+        if wait is not None and took + own_save_seconds(os.environ) > wait:
+            size = formatting.size(self._costs.bytes // self._costs.saves)
+            log.info(
+                f"to save a snapshot of {size} takes about {took:.0f} s here, and Slurm kills a "
+                f"job {wait:.0f} s after SIGTERM (KillWait). scancel, and preemption without "
+                "GraceTime, then cost the steps since the last checkpoint: use 'clusterddp stop', "
+                "save more often, or ask the administrators for a longer KillWait"
+            )
 
     @property
     def _lead_seconds(self) -> float:

@@ -6,11 +6,10 @@ from collections.abc import MutableMapping
 from contextlib import suppress
 
 from clusterddp.errors import EXIT_STOPPED
+from clusterddp.ranks.variables import own_save_seconds
 from clusterddp.run import node_memory
 from clusterddp.run.node_memory import VARIABLE, Address
 
-_TERM_SECONDS = 4.0
-"""Time after SIGTERM for the ranks to save themselves, before their parents do."""
 _UNUSABLE = {"CD0810"}
 """Errors that say that the state itself is of no use: the training has diverged."""
 
@@ -23,6 +22,7 @@ class MemoryKeeper:
         self._address: Address | None = None
         self._saving = threading.Lock()
         self._timer: threading.Timer | None = None
+        self._own_save_seconds = own_save_seconds(environ)
         environ.pop(VARIABLE, None)  # of another task
         with suppress(OSError, AttributeError):
             self._address = Address.create()
@@ -44,7 +44,7 @@ class MemoryKeeper:
         Slurm kills the rank with its parent KillWait seconds after SIGTERM.
         """
         if self._address and self._timer is None:
-            self._timer = threading.Timer(_TERM_SECONDS, self._save)
+            self._timer = threading.Timer(self._own_save_seconds, self._save)
             self._timer.daemon = True
             self._timer.start()
 

@@ -85,6 +85,7 @@ def test_the_same_error_at_the_same_step_ends_the_run_after_two_attempts(
     )
     status = typed(cluster, tmp_path, "status", "same").stdout
     assert "attempts 1 and 2 failed with the same error" in status
+    assert "clusterddp logs --rank 0 same" in status  # a resume would fail again
 
 
 def test_errors_at_different_steps_go_on_and_the_fourth_restart_waits_in_the_queue(

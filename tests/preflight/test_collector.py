@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from clusterddp.preflight import collector, evaluation, probe
+from clusterddp.preflight import collector, evaluation
 from clusterddp.preflight.collector import Collection, load
 from clusterddp.preflight.evaluation import LoadMeasurements, NodeMeasurements
 from tests.counting import count_calls
@@ -306,20 +306,3 @@ def test_srun_gets_a_task_a_node() -> None:
         *("py", "a.pyz", "probe", "--collector=h1", "--collector=10.0.0.1"),
         *("--port=77", "--gpus=4"),
     ]
-
-
-def test_memory_is_bounded_by_the_control_groups(tmp_path: Path) -> None:
-    proc, groups = tmp_path / "proc", tmp_path / "groups"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4096 kB\n")
-    assert probe.available_memory(proc, groups) == 4096 * 1024
-    (proc / "self/cgroup").write_text("0::/job/step\n")
-    (groups / "job/step").mkdir(parents=True)
-    (groups / "job/step/memory.max").write_text("max\n")
-    (groups / "job/memory.max").write_text("1048576\n")
-    assert probe.available_memory(proc, groups) == 1048576
-    (proc / "self/cgroup").write_text("4:cpu,memory:/job\n")
-    (groups / "memory/job").mkdir(parents=True)
-    (groups / "memory/job/memory.limit_in_bytes").write_text("2097152\n")
-    assert probe.available_memory(proc, groups) == 2097152
-    assert probe.available_memory(tmp_path / "none", groups) == -1.0

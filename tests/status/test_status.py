@@ -250,6 +250,8 @@ NEXT: list[tuple[list[Event], State, bool, str]] = [
      State.FAILED, True, "logs --rank 3"),
     ([submitted(), begun(1), left(1, "failed", "capped", first_failure=FAILURE)], State.FAILED,
      True, "resume"),
+    ([submitted(), begun(1), left(1, "failed", "again", why_code="CD1232", first_failure=FAILURE)],
+     State.FAILED, True, "logs --rank 3"),
     ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], State.PENDING, True,
      "logs -f"),
     ([submitted(), begun(1), left(1, "done")], State.UNKNOWN, True, "logs"),

@@ -183,7 +183,9 @@ def limit(folder: str, allowed: str, used: int, cache: int = 0) -> dict[str, str
     return {
         f"sys/fs/cgroup/{folder}/memory.max": f"{allowed}\n",
         f"sys/fs/cgroup/{folder}/memory.current": f"{used}\n",
-        f"sys/fs/cgroup/{folder}/memory.stat": f"anon 5\ninactive_file {cache}\n",
+        f"sys/fs/cgroup/{folder}/memory.stat": (
+            f"anon 5\ninactive_file {cache // 2}\nactive_file {cache // 2}\n"
+        ),
     }
 
 
@@ -207,9 +209,10 @@ def test_the_tightest_limit_above_the_process_counts(tmp_path: Path) -> None:
     assert free_bytes(host(tmp_path, files)) == 150 * MIB
 
 
-def test_a_limit_of_the_older_hierarchy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("controllers", ["memory", "hugetlb,memory"])
+def test_a_limit_of_the_older_hierarchy(tmp_path: Path, controllers: str) -> None:
     files = {
-        "proc/self/cgroup": "9:cpu,cpuacct:/job\n4:memory:/job\n",
+        "proc/self/cgroup": f"9:cpu,cpuacct:/job\n4:{controllers}:/job\n",
         "sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(100 * MIB),
         "sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(90 * MIB),
         "sys/fs/cgroup/memory/job/memory.stat": "cache 1\ntotal_inactive_file 1048576\n",

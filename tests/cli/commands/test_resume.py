@@ -757,6 +757,8 @@ def test_a_run_without_code_of_its_own_has_none_to_take(workplace: Workplace) ->
 def test_training_options_are_not_for_a_command(workplace: Workplace) -> None:
     run = stopped(workplace, train=None, command=("true",))
     assert "--lr applies only to the built-in training" in refused(workplace, run, "--lr", "1")
+    other = refused(workplace, run, "--snapshot-every", "30s")
+    assert "In the script, use Loop(snapshot_every=…) or resume(…, snapshot_every=…)." in other
 
 
 def test_a_script_of_another_template_is_not_replaced_unseen(workplace: Workplace) -> None:
