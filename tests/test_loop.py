@@ -34,11 +34,13 @@ from clusterddp.reporting.gather import gather
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec
 from clusterddp.run import attempt as attempts_of_runs
+from clusterddp.run import node_memory
 from clusterddp.run.attempt import Attempt, attempts, begin, expose_loop
+from clusterddp.run.node_memory import Address
 from clusterddp.run.outcome import HUNG
 from clusterddp.run.records import HungRanks, Liveness
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
-from clusterddp.slurm.forms import LOOP_VARIABLE
+from clusterddp.slurm.forms import KILL_WAIT_VARIABLE, LOOP_VARIABLE
 from clusterddp.status import stacks
 from clusterddp.status.status import run_status
 from clusterddp.training import stop
@@ -747,6 +749,57 @@ def test_a_signal_that_comes_too_late_is_warned_of(
     loop.step()
     loop.close()
     assert any("Slurm sends its signal 5 s before" in line for line in logged)
+
+
+@pytest.mark.parametrize(("kill_wait", "says"), [("0", 1), ("3600", 0), ("", 0)])
+def test_a_snapshot_that_takes_longer_to_save_than_kill_wait_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str], kill_wait: str, says: int
+) -> None:
+    in_run_of(1, tmp_path / "run", monkeypatch)
+    monkeypatch.setenv(node_memory.VARIABLE, str(Address.create()))
+    monkeypatch.setenv(KILL_WAIT_VARIABLE, kill_wait)
+    loop = Loop(model=nn.Linear(1, 1), save_every="2steps", snapshot_every=1e-3)
+    wait_for(lambda: loop.step() or (loop._snapshots.is_used and loop._costs.saves > 3), "saves")
+    loop.step()
+    loop.close()
+    assert sum("(KillWait)" in line for line in logged) == says
+
+
+class Framework:
+    """A framework's state, which writes its own files."""
+
+    def save_state(self, directory: str) -> None:
+        Path(directory).mkdir(exist_ok=True)
+        (Path(directory) / "own").write_text("all of it")
+
+    def load_state(self, directory: str) -> None: ...
+
+
+def framework_steps(
+    rank: int, world_size: int, run: Path, addresses: list[str], in_ddp: bool
+) -> bool:
+    os.environ[node_memory.VARIABLE] = addresses[rank]
+    os.environ[LOOP_VARIABLE] = f":{Attempt(RunDir(run), 1).path}"
+    model: nn.Module = nn.Linear(1, 1)
+    states = {"model": DistributedDataParallel(model)} if in_ddp else {}
+    loop = Loop(**states, framework=Framework(), save_every="9000steps", snapshot_every=1e-3)
+    for _ in range(40):
+        time.sleep(0.01)
+        loop.step()
+    used = loop._snapshots.is_used
+    loop.close()
+    return used
+
+
+@pytest.mark.parametrize("in_ddp", [True, False])
+def test_a_frameworks_files_on_several_ranks_are_in_snapshots_only_with_ddp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_ddp: bool
+) -> None:
+    """Without DDP it may shard its files over the nodes: one node's would be an invalid whole."""
+    in_run_of(2, tmp_path / "run", monkeypatch)
+    addresses = [str(Address.create()) for _ in range(2)]
+    used = run_ranks(2, framework_steps, tmp_path / "run", addresses, in_ddp)
+    assert used == [in_ddp, in_ddp]
 
 
 def test_a_job_submitted_from_within_a_run_is_not_in_it(

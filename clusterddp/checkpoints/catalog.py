@@ -29,7 +29,7 @@ from clusterddp.files import read as read_record
 from clusterddp.files import read_file, sync_folder, write_atomically, write_record
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import RunDir, is_from_memory
 from clusterddp.version import __version__
 
 FORMAT = 4
@@ -76,6 +76,8 @@ class Entry:
     is_next: bool
     """True for the checkpoint from which the run resumes."""
     attempt: int
+    from_memory: bool = False
+    """True if it was saved from the memory of a node (`checkpoints.from_memory`)."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,7 @@ def list_verified(run: RunDir) -> list[Entry]:
             is_best=best is not None and best.step == step_of(each.path) and not each.superseded,
             is_next=not problem and not next_is_seen,
             attempt=each.attempt.number,
+            from_memory=is_from_memory(each.path),
         )
         next_is_seen = next_is_seen or entry.is_next
         entries.setdefault((entry.step, checksum, problem), entry)

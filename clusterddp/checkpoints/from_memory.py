@@ -25,6 +25,7 @@ from clusterddp.files import sync_folder
 from clusterddp.run import node_memory
 from clusterddp.run.attempt import FROM_MEMORY, FROM_MEMORY_SECONDS, Attempt, attempt_at
 from clusterddp.run.node_memory import HEADER_BYTES, Address, Index, Record, owner_of, read_steps
+from clusterddp.run.run_dir import MEMORY_COMMENT
 
 _CHUNK_BYTES = 8 << 20
 # torch.save begins each record at a multiple of this, so that torch.load can map the file.
@@ -314,6 +315,7 @@ def _write_archive(file: IO[bytes], found: _Snapshot) -> None:
             file.write(chunk)
         return
     with zipfile.ZipFile(file, "w") as archive:
+        archive.comment = MEMORY_COMMENT
         for record in found.index.records:
             if record.is_file:
                 continue

@@ -54,7 +54,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from clusterddp.errors import RequestError
 from clusterddp.files import write_atomically
@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 _Kind = TypeVar("_Kind", bound="RunDir")
 _CHECKPOINT = re.compile(r"step-(\d+)\.pt", re.ASCII)
+MEMORY_COMMENT = b"clusterddp: saved from memory"
+"""Comment at the end of the archive of a checkpoint that was saved from a node's memory."""
 
 
 class _Folder(Protocol):
@@ -332,8 +334,24 @@ def checkpoint_step(path: Path) -> int | None:
     return int(name[1]) if name else None
 
 
-def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
-    """Return step and time of the checkpoint with the highest step, without verifying it."""
+def is_from_memory(checkpoint: Path) -> bool:
+    """Return whether a checkpoint was saved from a node's memory, which its archive's end says."""
+    with suppress(OSError), checkpoint.open("rb") as file:
+        file.seek(-len(MEMORY_COMMENT), os.SEEK_END)
+        return file.read() == MEMORY_COMMENT
+    return False
+
+
+class NewestCheckpoint(NamedTuple):
+    """Checkpoint with the highest step, and the time at which it was written."""
+
+    step: int
+    time: float
+    path: Path
+
+
+def newest_checkpoint(folder: Path) -> NewestCheckpoint | None:
+    """Return the checkpoint with the highest step, without verifying it."""
     try:
         with os.scandir(folder) as entries:
             by_step = [
@@ -343,7 +361,7 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
                 and entry.is_file(follow_symlinks=False)
             ]
         step, newest = max(by_step, key=lambda each: each[0])
-        return step, newest.stat().st_mtime
+        return NewestCheckpoint(step, newest.stat().st_mtime, Path(newest.path))
     except (OSError, ValueError):
         return None
 

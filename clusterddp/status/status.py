@@ -28,7 +28,7 @@ from clusterddp.run.records import (
     SlowRuns,
     StalledOutput,
 )
-from clusterddp.run.run_dir import RunDir, newest_checkpoint
+from clusterddp.run.run_dir import NewestCheckpoint, RunDir, is_from_memory, newest_checkpoint
 from clusterddp.slurm.client import query, slurmd_timeout
 from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.states import JobState, State
@@ -102,6 +102,11 @@ class RunStatus:
     """Step of the newest checkpoint, from its name: 'clusterddp checkpoints' verifies them."""
     checkpoint_time: float | None = None
     """Time at which that checkpoint was written."""
+    checkpoint_from_memory: bool = False
+    """True if it was saved from the memory of a node, after a failure."""
+    steps_repeated: int | None = None
+    """Steps that a resume repeats: those known to be done since that checkpoint; None while the run
+    trains, and if unknown."""
     step: int | None = None
     """Completed steps, over all attempts."""
     steps_planned: int | None = None
@@ -216,8 +221,7 @@ def run_status(
         restart_reasons=list(known.reasons),
         pending_restart_reason=reason(known.requeue_reason) if known.requeue_reason else "",
         dependencies=list(waits.runs) if waits else [],
-        checkpoint_step=checkpoint[0] if checkpoint else None,
-        checkpoint_time=checkpoint[1] if checkpoint else None,
+        **(_checkpoint_fields(run, state, checkpoint, done.step) if checkpoint else {}),
         step=coalesce(figures.steps, done.step),
         steps_planned=coalesce(figures.steps, done.planned),
         percent_done=100.0 if figures.steps else done.percent,
@@ -241,6 +245,25 @@ def run_status(
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == RunState.UNKNOWN and _is_forgotten(submission, job),
     )
+
+
+def _checkpoint_fields(
+    run: RunDir, state: RunState, checkpoint: NewestCheckpoint, step: int | None
+) -> dict[str, Any]:
+    """Return the fields that describe the newest checkpoint. step: rank 0's, by its heartbeat."""
+    repeated = None
+    latest = _latest_attempt(run)
+    if latest and state not in (RunState.CREATED, RunState.RUNNING, RunState.DONE):
+        # The heartbeat of a killed rank is up to two seconds old; its parent knows its last step.
+        steps = [outcome.step for outcome in read_outcomes(latest.outcomes)]
+        known = [each for each in (step, *steps) if each is not None]
+        repeated = max(max(known) - checkpoint.step, 0) if known else None
+    return {
+        "checkpoint_step": checkpoint.step,
+        "checkpoint_time": checkpoint.time,
+        "checkpoint_from_memory": is_from_memory(checkpoint.path),
+        "steps_repeated": repeated,
+    }
 
 
 def _warnings(run: RunDir, figures: Report, attempt: int | None, remark: str) -> list[str]:

@@ -296,6 +296,24 @@ def test_an_orphan_takes_nothing_for_lost_and_ends_no_step(
     assert cancelled == []
 
 
+@pytest.mark.parametrize(
+    ("age", "step", "saves"), [(1.0, 40, True), (9.0, 40, False), (1.0, None, False)]
+)
+def test_a_parent_may_save_for_a_while_after_its_ranks_recorded_end(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, age: float, step: int | None, saves: bool
+) -> None:
+    """Between the record and the claim of the snapshot, nothing else shows that it is at work."""
+    at_work = list[object]()
+    monkeypatch.setattr(spares.step_watch, "end_tasks", lambda _, __, ask: at_work.append(ask()))
+    monkeypatch.setattr(spares.step_watch, "kill", lambda _: None)
+    record(attempt, 0, "h01", **failed(PEER_LOST), step=step)
+    record(attempt, 1, "h02", **failed(), step=40)  # lost: its parent saves nothing
+    then = time.time() - age
+    os.utime(outcome.path_of(attempt.outcomes, 0), (then, then))
+    spares.end_step(attempt, "17", ["h02"], lambda: 7)
+    assert at_work == [7 if saves else None]
+
+
 @pytest.mark.parametrize("why", ["superseded", "the job is ending"])
 def test_a_controller_whose_start_is_over_notes_no_loss(
     why: str, attempt: Attempt, monkeypatch: pytest.MonkeyPatch, asked: Nodes

@@ -131,6 +131,8 @@ def test_a_snapshot_becomes_the_checkpoint_of_its_step(attempt: Attempt, own: Ad
     assert content["model"]._metadata == usual._metadata
     mapped = torch.load(attempt.checkpoints / catalog.name_of(3), weights_only=True, mmap=True)
     assert_equal(mapped["model"], expected["model"])
+    [entry] = catalog.list_verified(attempt.run)
+    assert (entry.step, entry.from_memory, entry.problem) == (3, True, "")
     assert [path.name for path in attempt.checkpoints.iterdir() if path.name[0] == "."] == []
 
 

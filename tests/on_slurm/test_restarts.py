@@ -8,7 +8,7 @@ import pytest
 
 from clusterddp.files import read_json
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.held import LONG, Hold
@@ -32,6 +32,19 @@ pathlib.Path(f"began-{attempt}").touch()
 for step in loop.iterations(100):
     if loop.steps == bad[min(attempt, len(bad)) - 1]:
         raise ValueError(f"row {attempt} of the data is broken")
+    loop.step()
+"""
+
+
+# Hangs long after a snapshot, and before the first checkpoint.
+HANGING = """
+import os, pathlib, time, torch
+from clusterddp.loop import Loop
+
+pathlib.Path("kill-wait").write_text(os.environ.get("CLUSTERDDP_KILL_WAIT", ""))
+loop = Loop(model=torch.nn.Linear(1, 1), save_every="9000steps", snapshot_every=0.2)
+for step in loop.iterations(9000):
+    time.sleep(3600 if step == 200 else 0.01)
     loop.step()
 """
 
@@ -62,6 +75,28 @@ def test_a_rank_that_dies_of_hardware_restarts_the_run_without_a_retry(
     )  # fmt: skip
 
 
+def test_a_hang_within_a_wrapper_ends_with_its_snapshot_saved(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(HANGING)
+    ends = ["--on-hang", "end", "--hang-timeout", "15s", "--no-requeue", "--no-snapshot"]
+    submit(
+        cluster, tmp_path, "--run-name", "hung", "--nodes", "1", "--tasks-per-node", "1", *ends,
+        "--", "bash", "-c", "python train.py; exit $?", check=True,
+    )  # fmt: skip
+    run = RunDir(tmp_path / "jobs/hung")
+    [job] = of_kind(run, "submitted")
+    cluster.wait_job(job["job_id"], LONG)
+    assert (tmp_path / "kill-wait").read_text() == "30"  # as in the fixture's slurm.conf
+    log = run.job_log.read_text() + run.rank_log(0).read_text()
+    newest = newest_checkpoint(run.checkpoints)
+    assert newest and 50 < newest.step <= 200, log
+    status = typed(cluster, tmp_path, "status", "hung").stdout
+    assert f"step {newest.step}, " in status and "saved from memory" in status
+    assert (200 - newest.step == 0) or f"a resume repeats {200 - newest.step} step" in status
+    assert "next,memory" in typed(cluster, tmp_path, "checkpoints", "hung").stdout
+
+
 def raising(cluster: SlurmCluster, folder: Path, name: str, *steps: int) -> RunDir:
     (folder / "train.py").write_text(RAISING)
     submit(
@@ -76,7 +111,13 @@ def test_the_same_error_at_the_same_step_ends_the_run_after_two_attempts(
 ) -> None:
     run = raising(cluster, tmp_path, "same", 25)
     [job] = of_kind(run, "submitted")
+    wrap = ["--parsable", "--wrap", "true", "--output", "/dev/null"]
+    depends = ["--dependency", f"afternotok:{job['job_id']}"]
+    behind = cluster.run(["sbatch", *depends, *wrap], check=True).stdout.strip()
     assert cluster.wait_job(job["job_id"], LONG) == "FAILED", run.job_log.read_text()
+    shown = cluster.run(["scontrol", "show", "job", job["job_id"]], check=True).stdout
+    assert "JobState=FAILED" in shown and " ExitCode=1:0" in shown
+    assert cluster.wait_job(behind, LONG) == "COMPLETED"
     first, last = of_kind(run, "ended")
     assert "why" not in first
     assert last["why"] == (

@@ -454,6 +454,21 @@ def test_slurmds_port_is_asked_for_until_it_is_known_and_no_more(
     assert ports == [6818, 7000, 7000]
 
 
+@pytest.mark.parametrize(
+    ("config", "seconds"),
+    [
+        ("KillOnBadExit = 0\nKillWait                = 30 sec\n", 30),
+        ("Other = 1\n", None),
+        ("", None),
+    ],
+)
+def test_kill_wait_is_that_of_slurm_conf(
+    monkeypatch: pytest.MonkeyPatch, config: str, seconds: int | None
+) -> None:
+    monkeypatch.setattr(client, "slurm_conf", lambda: config)
+    assert client.kill_wait() == seconds
+
+
 def test_drained_nodes_are_those_that_an_administrator_takes_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.cli.commands.status import describe
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
@@ -14,7 +15,7 @@ from clusterddp.run.attempt import Attempt, begin, publish
 from clusterddp.run.events import Cause
 from clusterddp.run.history import NO_RESTART
 from clusterddp.run.records import AttemptRecord
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import MEMORY_COMMENT, RunDir
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status.status import run_status
 from tests.made_events import (
@@ -217,6 +218,25 @@ def test_the_newest_checkpoint_is_told_by_its_name(run: RunDir) -> None:
         (run.checkpoints / name).touch()
     status = run_status(run, {"7": said(State.RUNNING)})
     assert (status.checkpoint_step, status.checkpoint_time) == (1200, 2200)
+
+
+def test_a_checkpoint_from_memory_and_the_steps_that_a_resume_repeats(run: RunDir) -> None:
+    write_events(run, submitted(), begun(1), left(1, "failed", NO_RESTART))
+    make_checkpoints(run, 40)
+    attempt = Attempt(run, 1)
+    attempt.outcomes.mkdir(parents=True, exist_ok=True)
+    for rank, step in enumerate((44, 43)):
+        known = {"rank": rank, "local_rank": 0, "node_rank": rank, "host": "h01", "pid": 1}
+        more = {"job_id": "7", "restart": 0, "step_id": "0", "started": 1.0, "step": step}
+        (attempt.outcomes / f"rank-{rank}.json").write_text(json.dumps({**known, **more}))
+    status = run_status(run, {"7": said(State.FAILED)})
+    assert (status.checkpoint_from_memory, status.steps_repeated) == (False, 4)
+    (run.checkpoints / "step-00000040.pt").write_bytes(b"PK" + MEMORY_COMMENT)
+    status = run_status(run, {"7": said(State.FAILED)})
+    assert status.checkpoint_from_memory
+    assert ", saved from memory; a resume repeats 4 steps\n" in describe(status)
+    write_events(run, submitted(), begun(1))
+    assert run_status(run, {"7": said(State.RUNNING)}).steps_repeated is None
 
 
 @pytest.mark.parametrize("leads", ["nowhere", "to nothing", "to a file"])

@@ -28,7 +28,8 @@ def command(run: str | None, runs_dir: Path, as_json: bool) -> None:
     """List and verify the checkpoints of RUN: a name, job id or directory; default: the latest.
 
     STATE is 'verified' (the file has its recorded SHA-256) or the problem. 'best' marks the highest
-    test accuracy, 'next' the checkpoint that the run would resume from.
+    test accuracy, 'next' the checkpoint that the run would resume from, 'memory' one that was saved
+    from the memory of a node.
 
     Exit codes: 0 listed, even if some are damaged; 1 a directory cannot be read; 2 no such run.
     """
@@ -58,7 +59,8 @@ def _why_none(run: RunDir) -> str:
 
 
 def _row(entry: Entry, now: float) -> tuple[str, ...]:
-    marks = [word for word, holds in (("best", entry.is_best), ("next", entry.is_next)) if holds]
+    known = (("best", entry.is_best), ("next", entry.is_next), ("memory", entry.from_memory))
+    marks = [word for word, holds in known if holds]
     return (
         str(entry.step),
         formatting.duration(now - entry.modified),

@@ -125,7 +125,10 @@ def describe(status: RunStatus) -> str:
     ]
     if status.checkpoint_step is not None:
         age = formatting.duration(time.time() - (status.checkpoint_time or 0.0))
-        lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
+        of = ", saved from memory" if status.checkpoint_from_memory else ""
+        repeats = formatting.count(status.steps_repeated, "step") if status.steps_repeated else ""
+        more = f"; a resume repeats {repeats}" if repeats else ""
+        lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago{of}{more}"))
     lines += [("excluded", f"{host}: {reason}") for host, reason in status.excluded_nodes.items()]
     lines += [("warning", text) for text in status.warnings]
     lines += [("cleaned", status.cleaned), ("directory", status.directory)]
