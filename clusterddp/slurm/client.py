@@ -569,7 +569,7 @@ def _number_of_conf(name: str) -> int | None:
 
 @functools.cache
 def _first_conf() -> str:
-    """Return slurm.conf as it was first seen; for what stays during a job. Raises SlurmError."""
+    """Return slurm.conf, asked for once: for values that stay during a job. Raises SlurmError."""
     if config := slurm_conf():
         return config
     raise SlurmError("slurmctld does not show its configuration")
