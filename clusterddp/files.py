@@ -168,12 +168,14 @@ def age(path: Path, folder: Path) -> float:
 
     folder: a writable directory on the same file system. Raises OSError.
     """
-    try:
-        changed = path.stat().st_mtime
-    except OSError:
+    if not os.path.lexists(path):
         return math.inf
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as probe:
-        return os.fstat(probe.fileno()).st_mtime - changed
+        now = os.fstat(probe.fileno()).st_mtime
+        try:  # after the probe: a slow disk may delay that for seconds
+            return now - path.stat().st_mtime
+        except OSError:
+            return math.inf
 
 
 class Renewal:

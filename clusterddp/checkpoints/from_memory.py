@@ -34,9 +34,6 @@ _HEADER_BYTES, _ZIP64_BYTES = 30, 20  # in a zip file (APPNOTE.TXT 4.3.7, 4.5.3)
 _ZIP64_FROM = 1 << 31
 _NEWER_SECONDS = 2.0
 """Time for another node to say that it has a newer snapshot whole."""
-_DRAFT_SECONDS = 5.0
-"""Age at which the ranks' own unfinished checkpoint no longer counts as being written. They renew a
-file each second meanwhile, which a slow disk delays."""
 _NOTES_SECONDS = 6.0
 """Time for the tasks of a sharded training to say which snapshots they have."""
 _SHARDS_SECONDS = 60.0
@@ -264,7 +261,7 @@ def _ranks_save(attempt: Attempt, step: int) -> bool:
     for path in attempt.checkpoints.glob(".step-*.pt.*"):
         if _step_of_hidden(path) >= step and not path.name.endswith(FROM_MEMORY):
             with contextlib.suppress(OSError):
-                if files.age(path, attempt.path) < _DRAFT_SECONDS:
+                if files.age(path, attempt.path) < FROM_MEMORY_SECONDS:
                     return True
     return False
 

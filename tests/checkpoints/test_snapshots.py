@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable
@@ -470,6 +471,22 @@ def test_one_task_writes_and_the_others_wait_for_it(
     from_memory.save(own)
     assert looks == 3 and [*map(catalog.step_of, catalog.files(attempt.checkpoints))] == [1]
     assert not attempt.is_saving_memory
+
+
+def test_a_disk_that_delays_the_look_does_not_make_a_claim_old(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_the_claim(attempt, 1)
+    [claim] = attempt.checkpoints.iterdir()
+    os.utime(claim, (1, 1))
+    plain = tempfile.NamedTemporaryFile
+
+    def late(**options: Any) -> Any:  # the writer's renewal waited as long
+        os.utime(claim)
+        return plain(**options)
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", late)
+    assert attempt.is_saving_memory
 
 
 def test_the_ranks_own_save_is_left_alone_however_long_the_disk_takes(
