@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from clusterddp.checkpoints import sharded, state
 from clusterddp.checkpoints.sharded import Objects
@@ -52,6 +52,8 @@ class ShardSnapshots(Snapshots):
         self._group: dist.ProcessGroup | None = None
         self._keepers: list[int] = []
         """For each rank, the rank on another node that keeps a copy of its shards, or itself."""
+        self._copies: list[Any] = []
+        """The state's leaves on the CPU, in the order of its tree."""
         self._halves: tuple[int, ...] = ()
         self._which = 0
         self._thread: threading.Thread | None = None
@@ -113,7 +115,10 @@ class ShardSnapshots(Snapshots):
         states, content = dict[str, Any](), b""
         try:
             with torch.no_grad():
-                states = tree_map_only(Tensor, _on_cpu, sharded.states_of(self._shards))
+                leaves, form = tree_flatten(sharded.states_of(self._shards))
+                earlier = self._copies if len(self._copies) == len(leaves) else leaves
+                self._copies = [*map(_copied, leaves, earlier)]
+            states = tree_unflatten(self._copies, form)
             if self._rank == 0:
                 content = state.to_bytes(collect(random_states, _on_cpu))
         except Exception as error:  # a state's own; the training continues
@@ -147,7 +152,6 @@ class ShardSnapshots(Snapshots):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         writer = FileSystemWriter(folder, sync_files=False)
         save_shards(states, storage_writer=writer, process_group=self._group)
-        states.clear()
         names = [path.name for path in folder.iterdir() if path.name != _METADATA]
         own = _mapped(folder / names[0]) if names else torch.empty(0, dtype=torch.uint8)
         metadata = (folder / _METADATA).read_bytes() if self._rank == 0 else b""
@@ -206,6 +210,16 @@ def keepers(hosts: Sequence[str]) -> list[int]:
     following = {name: ranks[names[(i + 1) % len(names)]] for i, name in enumerate(names)}
     places = [(following[host], ranks[host].index(rank)) for rank, host in enumerate(hosts)]
     return [there[place % len(there)] for there, place in places]
+
+
+def _copied(value: Any, earlier: Any) -> Any:
+    """Return a copy of a leaf on the CPU, if possible in the memory of its earlier copy."""
+    if not isinstance(value, Tensor):
+        return value
+    if earlier is value or (earlier.shape, earlier.dtype) != (value.shape, value.dtype):
+        return _on_cpu(value)
+    _local(earlier).copy_(_local(value))
+    return earlier
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
