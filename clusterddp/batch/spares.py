@@ -180,7 +180,7 @@ class NodeWatch:
 
 
 class _Record(NamedTuple):
-    """Record of a rank as it was last read."""
+    """Record of a rank, as last read."""
 
     inode: int
     changed: float

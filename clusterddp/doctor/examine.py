@@ -22,7 +22,7 @@ from clusterddp import formatting
 from clusterddp.data import mnist
 from clusterddp.doctor.site_checks import ERROR, OK, WARNING, Check, Diagnosis, in_thread, slurm
 from clusterddp.errors import ClusterDDPError, DataError
-from clusterddp.processes import limits
+from clusterddp.processes import hardware
 from clusterddp.processes.table import processes
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
@@ -268,11 +268,11 @@ def python(spec: JobSpec) -> Check:
 
 def process_limits(spec: JobSpec) -> Check:
     """Check this host's limits of a process: Slurm applies the soft ones to the job as well."""
-    files, locked = limits.open_files(), limits.locked_bytes()
+    files, locked = hardware.open_files(), hardware.locked_bytes()
     facts = {"open_files": files, "locked_bytes": locked}
-    problems = [limits.too_few_files(files, spec.world_size)]
+    problems = [hardware.too_few_files(files, spec.world_size)]
     if spec.resources.gpus_per_node:
-        problems.append(limits.too_little_locked(locked))
+        problems.append(hardware.too_little_locked(locked))
     if found := "; ".join(filter(None, problems)):
         advice = "raise it here, or ask the administrators; a job's node checks name its nodes'"
         return Check("limits", WARNING, found, advice, facts)

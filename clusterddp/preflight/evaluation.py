@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from clusterddp.formatting import join_limited
-from clusterddp.processes import limits
+from clusterddp.processes import hardware
 
 MIN_MEMORY_BYTES = 1 << 30
 MEMORY_SHARE = 0.25
@@ -172,8 +172,8 @@ def low_limits(nodes: Sequence[Node], ranks: int) -> tuple[str, ...]:
     hosts: dict[str, list[str]] = {}
     for node in nodes:
         for text in (
-            limits.too_few_files(node.own.open_files, ranks),
-            limits.too_little_locked(node.own.locked_bytes),
+            hardware.too_few_files(node.own.open_files, ranks),
+            hardware.too_little_locked(node.own.locked_bytes),
         ):
             hosts.setdefault(text, []).append(node.host)
     return tuple(

@@ -23,8 +23,7 @@ from pathlib import Path
 
 from clusterddp.preflight.collector import Lines, listen
 from clusterddp.preflight.evaluation import LoadMeasurements, NodeMeasurements, Pair
-from clusterddp.processes import limits
-from clusterddp.processes.hardware import free_bytes
+from clusterddp.processes import hardware
 
 MAX_SECONDS = 240
 TRANSFER_BYTES = 4 << 20
@@ -140,7 +139,7 @@ def _measure(
     """Measure this node. report: takes the name of each step that may hang, before the step."""
     report("the check of its GPUs")
     seen, gpu_fault = _check_gpus(granted, environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
-    free, asked = free_bytes(), environ.get("SLURM_MEM_PER_NODE", "")
+    free, asked = hardware.free_bytes(), environ.get("SLURM_MEM_PER_NODE", "")
     disk = environ.get("TMPDIR") or "/tmp"
     report(f"the check of its local disk {disk}")
     disk_free, disk_fault = _try_directory(disk)
@@ -157,8 +156,8 @@ def _measure(
         disk_fault=disk_fault,
         shm_free=shm_free,
         shm_fault=shm_fault,
-        open_files=limits.open_files(),
-        locked_bytes=limits.locked_bytes() if _has_infiniband() else -1.0,
+        open_files=hardware.open_files(),
+        locked_bytes=hardware.locked_bytes() if _has_infiniband() else -1.0,
     )
 
 

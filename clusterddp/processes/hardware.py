@@ -1,11 +1,14 @@
-"""Hardware of this machine: GPU drivers, number of GPUs, models of CPU and GPUs, free memory."""
+"""Hardware of this machine: GPU drivers and GPUs, models, free memory, limits of a process."""
 
 import os
+import resource
 import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+
+from clusterddp.formatting import count
 
 _NVIDIA = Path("/proc/driver/nvidia")
 NVIDIA_DRIVER = (_NVIDIA / "version", Path("/dev/nvidiactl"), Path("/usr/lib/wsl/lib/libcuda.so.1"))
@@ -13,6 +16,10 @@ NVIDIA_DRIVER = (_NVIDIA / "version", Path("/dev/nvidiactl"), Path("/usr/lib/wsl
 the device, and WSL 2 only the library of the Windows driver."""
 AMD_DEVICE = Path("/dev/kfd")
 _CPUS = Path("/proc/cpuinfo")
+MAX_FILES = 65536
+"""Highest soft limit of open files that is set: some programs close every descriptor below it."""
+LOW_LOCKED_BYTES = 1 << 30
+"""Locked memory below which InfiniBand's libraries may fail to register their buffers."""
 # Controller -> limit, usage, and a prefix in memory.stat
 # (cgroups(7): the unified hierarchy has no controller's name in /proc/self/cgroup).
 _FILES = {
@@ -120,3 +127,33 @@ def _number(path: Path, name: str = "") -> int | None:
         return int(words[words.index(name) + 1 if name else 0])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def open_files() -> int:
+    """Return the hard limit of open files, to which a task raises its own; at most MAX_FILES."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+
+
+def locked_bytes() -> int:
+    """Return the soft limit of locked memory, `ulimit -l` in bytes; -1 without a limit."""
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return -1 if soft == resource.RLIM_INFINITY else soft
+
+
+def too_few_files(limit: float, ranks: int) -> str:
+    """Return a sentence if a job's first rank needs more open files than `limit`; else empty."""
+    needed = 2 * ranks + 200
+    if not 0 <= limit < min(needed, MAX_FILES):
+        return ""
+    return (
+        f"hard limit of {limit:,.0f} open files (ulimit -Hn), but {count(ranks, 'rank')} may need "
+        f"{needed:,}"
+    )
+
+
+def too_little_locked(limit: float) -> str:
+    """Return a sentence if so little memory may be locked that InfiniBand may fail; else empty."""
+    if not 0 <= limit < LOW_LOCKED_BYTES:
+        return ""
+    return f"limit of {limit / 1024:,.0f} KiB of locked memory (ulimit -l): InfiniBand may fail"

@@ -38,7 +38,7 @@ def check(
     """Check the nodes, log a table, and record the results with the failed nodes.
 
     program: command of clusterddp on the host. batch_host: its name and address. gpus: per node.
-    ranks: of the whole job, for the limits of a process that they need.
+    ranks: number of ranks in the job, for the limits of a process.
     prepare: runs in srun's process before srun. ports: candidates for the listening ports on this
     host and the nodes; the first free one is used. is_over: returns whether the job is ending,
     polled throughout. If the checks cannot run or the job is ending, no node fails.

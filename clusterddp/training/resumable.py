@@ -130,12 +130,10 @@ class Resumable:
         self._saving = Interval.parse(save_every)
         self._kill_wait = kill_wait(os.environ)
         self._files = sharded.files_of(self._shards)
-        modules = {name: each for name, each in self._shards.items() if name not in self._files}
-        self._snapshots = (
-            ShardSnapshots(attempt, snapshot_every * (not self._files), modules)
-            if modules
-            else Snapshots(attempt, snapshot_every)
-        )
+        self._snapshots = Snapshots(attempt, snapshot_every)
+        if modules := {n: each for n, each in self._shards.items() if n not in self._files}:
+            every = 0.0 if self._files else snapshot_every
+            self._snapshots = ShardSnapshots(attempt, every, modules)
         self._snapshots.note_step(position.step)
         self._accounted = self._waited = 0.0
         self._start_step, self._earlier_seconds = position.step, position.seconds

@@ -64,7 +64,7 @@ def watch(
 class _Samples:
     """Samples of a node's GPUs, kept in memory; the record is written seldom and not synced.
 
-    Hundreds of nodes share its directory, so each waits a time of its own.
+    Hundreds of nodes share its directory, so each waits for a different time.
     """
 
     def __init__(self, path: Path, host: str) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import stat
 import sys
@@ -32,7 +33,7 @@ from clusterddp.errors import (
     is_debuggers_quit,
 )
 from clusterddp.formatting import clean
-from clusterddp.processes import limits
+from clusterddp.processes.hardware import MAX_FILES
 from clusterddp.processes.signals import GilWatch, Relay, die_with_parent, send
 from clusterddp.processes.table import accepts_signal
 from clusterddp.ranks.dist_env import DistEnv
@@ -69,8 +70,6 @@ def supervise(
 ) -> int:
     """Run `child` in a forked process, wait for it and record its outcome in the run directory.
 
-    Both may open as many files as the hard limit allows.
-
     attempt: the number of this task's attempt, if the launcher created it.
     own_log: redirect the output to the rank's own log.
     listen: installs the child's signal handlers, before any signal can reach it.
@@ -83,13 +82,12 @@ def supervise(
     environ: variables of the child, which names the memory for its snapshots.
 
     Returns the child's exit code, or 128 + N if signal N ended it. Returns 0 for EXIT_STOPPED under
-    Slurm or an agent, because they would otherwise end the other ranks. `child` may exec. Call it
-    before importing anything that starts threads: it forks. Raises TrainingError if the log cannot
-    be written.
+    Slurm or an agent, because they would otherwise end the other ranks. `child` may exec. Import
+    nothing that starts threads before: it forks. Raises TrainingError if the log is not writable.
     """
     if own_log:
         _redirect_output(run_dir, env)
-    limits.raise_open_files()
+    raise_open_files()
     explain = explain or Traces().abort
     global gil_watch
     run, gil_watch = RunDir(run_dir), GilWatch()
@@ -116,6 +114,18 @@ def supervise(
     if code == EXIT_STOPPED and not task.forwards:
         return 0
     return code if code >= 0 else 128 - code
+
+
+def raise_open_files() -> None:
+    """Raise the soft limit of open files, usually 1,024; see setrlimit(2).
+
+    Rank 0's store has two connections per rank.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # a sandbox forbids it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _redirect_output(run_dir: Path, env: DistEnv) -> None:

@@ -6,16 +6,17 @@ For a user's own srun line. In a run, a small parent process stays and records t
 
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 
-from clusterddp.processes import limits
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import JOB_ID, format_value, own_mig_device
 from clusterddp.slurm.forms import ARM_VARIABLE, ATTEMPT_VARIABLE, CODE_VARIABLE
 from clusterddp.version import armed_path
 from clusterddp.worker.command import become, run_command
+from clusterddp.worker.supervise import raise_open_files
 
 
 @click.command(name="exec", context_settings={"allow_interspersed_args": False})
@@ -48,7 +49,7 @@ def command(
     MASTER_PORT is set. In a job without a step, such as salloc's shell, a warning is printed.
 
     If it is unset, OMP_NUM_THREADS is SLURM_CPUS_PER_TASK, divided by a torchrun agent's ranks: the
-    CPU threads of a rank in torch and NumPy.
+    CPU threads per rank in torch and NumPy.
 
     COMMAND may open as many files as the hard limit allows, at most 65,536 (ulimit -n).
 
@@ -59,23 +60,16 @@ def command(
     own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
     environ = {**os.environ, **env.to_environ(), **own_device}
     environ.pop(ATTEMPT_VARIABLE, None)  # COMMAND may start another training
-    if (cpus := environ.get("SLURM_CPUS_PER_TASK", "")).isdigit() and int(cpus):
-        ranks = env.local_world_size if "TORCHELASTIC_RUN_ID" in environ else 1  # ranks per task
-        environ.setdefault("OMP_NUM_THREADS", str(max(int(cpus) // ranks, 1)))
+    if threads := _threads(environ, env):
+        environ.setdefault("OMP_NUM_THREADS", str(threads))
     if run_dir is not None and (stacks or environ.get(CODE_VARIABLE)):
         # Only in a run: your own srun line has no `clusterddp stacks` and no copy of the code.
         environ["PYTHONPATH"] = armed_path(environ.get("PYTHONPATH", ""))
         environ[ARM_VARIABLE] = str(int(stacks))
-    job = next((os.environ[name] for name in JOB_ID if os.environ.get(name)), "")
-    if env.origin == "single" and job:
-        click.echo(
-            f"clusterddp: warning: this shell is in job {format_value(job)} but not in a Slurm "
-            "step: COMMAND is rank 0 of 1. For a rank in every task: "
-            f"srun clusterddp exec -- {shlex.join(argv)} [CD0801]",
-            err=True,
-        )
+    if env.origin == "single":
+        _warn_without_step(argv)
     if run_dir is None:
-        limits.raise_open_files()
+        raise_open_files()
         become(argv, environ)
 
     if container:
@@ -94,3 +88,21 @@ def command(
     return run_command(
         run_dir.absolute(), env, argv, environ, attempt, own_log=own_log, report_to=report_to
     )
+
+
+def _threads(environ: Mapping[str, str], env: DistEnv) -> int:
+    """Return this rank's share of its task's CPUs; 0 if it is unknown."""
+    cpus = environ.get("SLURM_CPUS_PER_TASK", "")
+    ranks = env.local_world_size if "TORCHELASTIC_RUN_ID" in environ else 1  # per task
+    return max(int(cpus) // ranks, 1) if cpus.isdigit() and int(cpus) else 0
+
+
+def _warn_without_step(argv: Sequence[str]) -> None:
+    """Warn if this is the shell of a job, where COMMAND is the only rank."""
+    if job := next((os.environ[name] for name in JOB_ID if os.environ.get(name)), ""):
+        click.echo(
+            f"clusterddp: warning: this shell is in job {format_value(job)} but not in a Slurm "
+            "step: COMMAND is rank 0 of 1. For a rank in every task: "
+            f"srun clusterddp exec -- {shlex.join(argv)} [CD0801]",
+            err=True,
+        )
