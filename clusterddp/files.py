@@ -7,10 +7,8 @@ import math
 import os
 import stat
 import tempfile
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -20,7 +18,6 @@ T = TypeVar("T")
 Loss = Annotated[float, "may be NaN or infinite"]
 """A number that a record may give as NaN or infinite: the training has diverged."""
 
-_RENEWAL_SECONDS = 1.0
 _WRONG = object()
 _made: dict[type, dict[str, Callable[[object], object]]] = {}
 
@@ -176,28 +173,6 @@ def age(path: Path, folder: Path) -> float:
             return now - path.stat().st_mtime
         except OSError:
             return math.inf
-
-
-class Renewal:
-    """File whose `age` stays below two seconds while its writer works; a thread renews it."""
-
-    def __init__(self, path: Path) -> None:
-        """Create the file; on a full disk there is none."""
-        self._path, self._done = path, threading.Event()
-        with suppress(OSError):
-            path.touch(0o600)
-        threading.Thread(target=self._renew, name="renewal", daemon=True).start()
-
-    def _renew(self) -> None:
-        while not self._done.wait(_RENEWAL_SECONDS):
-            with suppress(OSError):
-                os.utime(self._path)
-
-    def close(self) -> None:
-        """Remove the file."""
-        self._done.set()
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
 
 
 def write_record(

@@ -16,6 +16,7 @@ import pickletools
 import re
 import shutil
 import tempfile
+import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -29,12 +30,14 @@ from clusterddp.files import read as read_record
 from clusterddp.files import read_file, sync_folder, write_atomically, write_record
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.run_dir import RunDir, is_from_memory
+from clusterddp.run.node_memory import is_from_memory
+from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__
 
 FORMAT = 4
 """Version of what a checkpoint holds."""
 BEST = "best.json"
+_RENEWAL_SECONDS = 1.0
 _NAME = re.compile(r"step-(\d{8,})\.pt", re.ASCII)
 # torch.save writes a zip archive: its first bytes, and the first of its last 22.
 _HEAD, _TAIL, _TAIL_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
@@ -642,3 +645,25 @@ def remove(path: Path) -> None:
     checksum_of(path).unlink(missing_ok=True)
     if shards_of(path).exists():
         shutil.rmtree(shards_of(path))
+
+
+class Renewal:
+    """File whose `age` stays below two seconds while its writer works; a thread renews it."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the file; on a full disk there is none."""
+        self._path, self._done = path, threading.Event()
+        with suppress(OSError):
+            path.touch(0o600)
+        threading.Thread(target=self._renew, name="renewal", daemon=True).start()
+
+    def _renew(self) -> None:
+        while not self._done.wait(_RENEWAL_SECONDS):
+            with suppress(OSError):
+                os.utime(self._path)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._done.set()
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)

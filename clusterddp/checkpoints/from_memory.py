@@ -24,8 +24,15 @@ from clusterddp.errors import CheckpointError
 from clusterddp.files import sync_folder
 from clusterddp.run import node_memory
 from clusterddp.run.attempt import FROM_MEMORY, FROM_MEMORY_SECONDS, Attempt, attempt_at
-from clusterddp.run.node_memory import HEADER_BYTES, Address, Index, Record, owner_of, read_steps
-from clusterddp.run.run_dir import MEMORY_COMMENT
+from clusterddp.run.node_memory import (
+    HEADER_BYTES,
+    MEMORY_COMMENT,
+    Address,
+    Index,
+    Record,
+    owner_of,
+    read_steps,
+)  # fmt: skip
 
 _CHUNK_BYTES = 8 << 20
 # torch.save begins each record at a multiple of this, so that torch.load can map the file.
@@ -235,7 +242,7 @@ def _save(attempt: Attempt, found: _Snapshot) -> None:
             if FROM_MEMORY_SECONDS <= files.age(claim, attempt.path) < math.inf:  # a dead writer's
                 claim.unlink(missing_ok=True)
             continue
-        with contextlib.closing(files.Renewal(claim)):
+        with contextlib.closing(catalog.Renewal(claim)):
             shards = _write_files(attempt, found, path)
             if catalog.publish(attempt, path, lambda file: _write_archive(file, found), shards):
                 _remove_shards(attempt.checkpoints)
@@ -308,8 +315,9 @@ def _remove_shards(folder: Path) -> None:
 def _write_archive(file: IO[bytes], found: _Snapshot) -> None:
     """Write a snapshot as torch.save would: an uncompressed zip archive, its records aligned."""
     if found.index.shards:
-        for chunk in found.chunks(found.index.records[0]):
-            file.write(chunk)
+        data = b"".join(found.chunks(found.index.records[0]))
+        end = struct.pack("<H", len(MEMORY_COMMENT)) + MEMORY_COMMENT  # APPNOTE.TXT 4.3.16
+        file.write(data[:-2] + end)
         return
     with zipfile.ZipFile(file, "w") as archive:
         archive.comment = MEMORY_COMMENT

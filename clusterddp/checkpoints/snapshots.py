@@ -81,7 +81,7 @@ class Snapshots:
     @property
     def is_used(self) -> bool:
         """True if this rank has memory for snapshots."""
-        return not self._is_off and self._layout is not None
+        return not self._is_off and self._size > 0
 
     def is_due(self) -> bool:
         """Return whether a snapshot is due, on rank 0."""

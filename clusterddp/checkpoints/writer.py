@@ -9,10 +9,9 @@ from typing import Any
 
 from clusterddp import log
 from clusterddp.checkpoints import catalog
-from clusterddp.checkpoints.catalog import Best, checksum_of, files, name_of, step_of
+from clusterddp.checkpoints.catalog import Best, Renewal, checksum_of, files, name_of, step_of
 from clusterddp.checkpoints.state import to_bytes
 from clusterddp.errors import CheckpointError, coded
-from clusterddp.files import Renewal
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.records import SavingReport
 

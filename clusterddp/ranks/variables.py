@@ -13,17 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn, TypeVar
 
 from clusterddp.errors import DistEnvError, RequestError
-from clusterddp.slurm.forms import (
-    KILL_WAIT_VARIABLE,
-    expand_nodelist,
-    expand_tasks_per_node,
-)
+from clusterddp.slurm.forms import expand_nodelist, expand_tasks_per_node
 
 T = TypeVar("T")
 
 PRINTABLE = re.compile(r"[!-~]+")
 _INTEGER = re.compile(r"[0-9]{1,19}")
-_OWN_SAVE_SECONDS = 4.0
 # Bash also exports functions, under such names; their bodies do not continue another variable.
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*|BASH_FUNC_[^\s=]+(?:%%|\(\)))=")
 _DECLARATION = re.compile(r"\s*(?:declare|typeset|export)\s")
@@ -383,18 +378,6 @@ def slurm_job_name(environ: Mapping[str, str], job_id: str) -> str:
     """
     array, element = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{element}" if array and element else job_id
-
-
-def kill_wait(environ: Mapping[str, str]) -> float | None:
-    """Return the seconds from Slurm's SIGTERM to its SIGKILL; None if unknown."""
-    value = environ.get(KILL_WAIT_VARIABLE, "")
-    return float(value) if _INTEGER.fullmatch(value) else None
-
-
-def own_save_seconds(environ: Mapping[str, str]) -> float:
-    """Return the time after SIGTERM for the ranks to save themselves, before their parents do."""
-    seconds = kill_wait(environ)
-    return _OWN_SAVE_SECONDS if seconds is None else min(_OWN_SAVE_SECONDS, seconds / 4)
 
 
 def is_rehearsal(environ: Mapping[str, str]) -> bool:

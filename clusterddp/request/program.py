@@ -49,12 +49,9 @@ _OF_A_LOOP = ("save_every", "snapshot_every", "keep_last", "log_every")
 
 
 def where_instead(names: Sequence[str]) -> str:
-    """Return where a COMMAND sets some of these options of the training; empty if nowhere.
-
-    names: parameters, or flags.
-    """
-    asked = {name.removeprefix("--").replace("-", "_") for name in names}
-    given = ", ".join(f"{name}=…" for name in _OF_A_LOOP if name in asked)
+    """Return where a COMMAND sets options of the training, given as parameters or flags."""
+    asked = ",".join(names).replace("--", "").replace("-", "_").split(",")
+    given = ", ".join([f"{name}=…" for name in _OF_A_LOOP if name in asked])
     return f" In the script, use Loop({given}) or resume(…, {given})." if given else ""
 
 

@@ -19,13 +19,17 @@ import re
 import secrets
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp import files
+from clusterddp.slurm.forms import KILL_WAIT_VARIABLE
 
 VARIABLE = "CLUSTERDDP_NODE_MEMORY"
 """Names the memory that a task's parent owns; see `Address`."""
+MEMORY_COMMENT = b"clusterddp: saved from memory"
+"""Comment at the end of the archive of a checkpoint that was saved from a node's memory."""
 HEADER_BYTES = 20480
 MAX_MEMBERS = 400
 _NAME = "clusterddp-"
@@ -37,6 +41,7 @@ _STEPS = struct.Struct("<qq")
 _STEP_AT, _MEMBERS_AT, _PATH_AT = 32, 64, 16384
 _LENGTH = struct.Struct("<q")
 _CHUNK_BYTES = 8 << 20
+_OWN_SAVE_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
@@ -208,3 +213,23 @@ def read_index(half: int) -> tuple[Index, int] | None:
     text = os.pread(half, size, begin) if 0 < size < length else b"null"
     index = files.load(Index, json.loads(text))
     return (index, begin + size) if index else None
+
+
+def kill_wait(environ: Mapping[str, str]) -> float | None:
+    """Return the seconds from Slurm's SIGTERM to its SIGKILL; None if unknown."""
+    value = environ.get(KILL_WAIT_VARIABLE, "")
+    return float(value) if value.isdecimal() else None
+
+
+def own_save_seconds(environ: Mapping[str, str]) -> float:
+    """Return the time after SIGTERM for the ranks to save themselves, before their parents do."""
+    seconds = kill_wait(environ)
+    return _OWN_SAVE_SECONDS if seconds is None else min(_OWN_SAVE_SECONDS, seconds / 4)
+
+
+def is_from_memory(checkpoint: Path) -> bool:
+    """Return whether a checkpoint was saved from a node's memory, which its archive's end says."""
+    with suppress(OSError), checkpoint.open("rb") as file:
+        file.seek(-len(MEMORY_COMMENT), os.SEEK_END)
+        return file.read() == MEMORY_COMMENT
+    return False

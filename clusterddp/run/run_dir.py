@@ -64,8 +64,6 @@ if TYPE_CHECKING:
 
 _Kind = TypeVar("_Kind", bound="RunDir")
 _CHECKPOINT = re.compile(r"step-(\d+)\.pt", re.ASCII)
-MEMORY_COMMENT = b"clusterddp: saved from memory"
-"""Comment at the end of the archive of a checkpoint that was saved from a node's memory."""
 
 
 class _Folder(Protocol):
@@ -332,14 +330,6 @@ def checkpoint_step(path: Path) -> int | None:
     """Return the step in a checkpoint's file name; None for another name."""
     name = _CHECKPOINT.fullmatch(path.name)
     return int(name[1]) if name else None
-
-
-def is_from_memory(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was saved from a node's memory, which its archive's end says."""
-    with suppress(OSError), checkpoint.open("rb") as file:
-        file.seek(-len(MEMORY_COMMENT), os.SEEK_END)
-        return file.read() == MEMORY_COMMENT
-    return False
 
 
 class NewestCheckpoint(NamedTuple):

@@ -18,6 +18,7 @@ from clusterddp.run import bad_nodes, events
 from clusterddp.run.attempt import Attempt, latest, printed_bytes
 from clusterddp.run.events import Cause, Ended, Failure, Started
 from clusterddp.run.history import NO_RESTART, SAME_FAILURE, History, steps_gained
+from clusterddp.run.node_memory import is_from_memory
 from clusterddp.run.outcome import HUNG, first_failure, last_renewal, read_outcomes
 from clusterddp.run.records import (
     AttemptRecord,
@@ -28,7 +29,7 @@ from clusterddp.run.records import (
     SlowRuns,
     StalledOutput,
 )
-from clusterddp.run.run_dir import NewestCheckpoint, RunDir, is_from_memory, newest_checkpoint
+from clusterddp.run.run_dir import NewestCheckpoint, RunDir, newest_checkpoint
 from clusterddp.slurm.client import query, slurmd_timeout
 from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.states import JobState, State

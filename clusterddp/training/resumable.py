@@ -27,12 +27,12 @@ from clusterddp.distributed import agreement
 from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_STOPPED, CheckpointError, TrainingError
-from clusterddp.ranks.variables import kill_wait, own_save_seconds
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import Interval
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.node_memory import kill_wait, own_save_seconds
 from clusterddp.run.records import FinalRecord, Liveness, Spent
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME

@@ -6,9 +6,8 @@ from collections.abc import MutableMapping
 from contextlib import suppress
 
 from clusterddp.errors import EXIT_STOPPED
-from clusterddp.ranks.variables import own_save_seconds
 from clusterddp.run import node_memory
-from clusterddp.run.node_memory import VARIABLE, Address
+from clusterddp.run.node_memory import VARIABLE, Address, own_save_seconds
 
 _UNUSABLE = {"CD0810"}
 """Errors that say that the state itself is of no use: the training has diverged."""

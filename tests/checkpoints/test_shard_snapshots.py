@@ -143,6 +143,7 @@ def assert_saved(attempt: Attempt, step: int, weights: Sequence[dict[int, list[A
     assert [catalog.step_of(path) for path in catalog.files(attempt.checkpoints)] == [step]
     path = attempt.checkpoints / catalog.name_of(step)
     assert state.load(path)["step"] == step  # and all digests are right
+    assert node_memory.is_from_memory(path)
     restored = run_ranks(len(weights), rank_restores, path)
     for one, other in zip(restored, weights, strict=True):
         assert one == other[step]

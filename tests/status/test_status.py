@@ -14,8 +14,9 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt, begin, publish
 from clusterddp.run.events import Cause
 from clusterddp.run.history import NO_RESTART
+from clusterddp.run.node_memory import MEMORY_COMMENT
 from clusterddp.run.records import AttemptRecord
-from clusterddp.run.run_dir import MEMORY_COMMENT, RunDir
+from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status.status import run_status
 from tests.made_events import (
