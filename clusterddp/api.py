@@ -426,10 +426,10 @@ def _request(
         if name not in _NAMES:
             raise RequestError(f"there is no option {name!r}{_hint(name)}. [CD0102]")
     given = {_NAMES[name]: value for name, value in given.items()}
-    of_training = [name for name in given if name in _TRAINING] if command else []
+    of_training = ", ".join(name for name in given if command and name in _TRAINING)
     if of_training:
         raise RequestError(
-            f"{', '.join(of_training)}: only for the built-in training, but a command is given."
+            f"{of_training}: only for the built-in training, but a command is given."
             f"{where_instead(of_training)} Put the command's own options into its list. [CD0103]"
         )
     with _naming_keywords():

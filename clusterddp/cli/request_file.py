@@ -165,10 +165,10 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
             f'--config {path}: {_COMMAND} is not a list of words. Use ["python", "train.py"]. '
             "[CD0204]"
         )
-    training = [row.name for row in TRAINING if row.name in content]
+    training = ", ".join(row.name for row in TRAINING if row.name in content)
     if command and training:
         raise RequestError(
-            f"--config {path}: {_COMMAND} conflicts with {', '.join(training)}, which are for the "
+            f"--config {path}: {_COMMAND} conflicts with {training}, which are for the "
             f"built-in training. Remove one of them.{where_instead(training)} [CD0204]"
         )
     values = {}

@@ -48,9 +48,9 @@ _OF_A_LOOP = ("save_every", "snapshot_every", "keep_last", "log_every")
 """Options of the training that a `Loop`, and `resume` of a framework, have under the same name."""
 
 
-def where_instead(names: Sequence[str]) -> str:
-    """Return where a COMMAND sets options of the training, given as parameters or flags."""
-    asked = ",".join(names).replace("--", "").replace("-", "_").split(",")
+def where_instead(names: str) -> str:
+    """Return where a COMMAND sets these parameters, or flags, of the training."""
+    asked = names.replace("--", "").replace("-", "_").split(", ")
     given = ", ".join([f"{name}=…" for name in _OF_A_LOOP if name in asked])
     return f" In the script, use Loop({given}) or resume(…, {given})." if given else ""
 
@@ -310,7 +310,7 @@ class Command(_Program):
     def changed(self, run: str, options: Options, flags: str, typed: Sequence[str]) -> "Command":
         if flags:
             problem = f" applies only to the built-in training, but {run} runs a command."
-            raise OptionError(flags, problem + where_instead(flags.split(", ")), code="CD0103")
+            raise OptionError(flags, problem + where_instead(flags), code="CD0103")
         return Command(tuple(typed) or self.command)
 
     def beginning(self, step: int | None) -> str:

@@ -82,7 +82,7 @@ def _check_typed(given: Given, sweep: Sweep) -> None:
     """Refuse typed options that conflict, and an empty one."""
     if given.command:
         if flags := given.flags(row.parameter for row in TRAINING):
-            instead = where_instead(flags.split(", "))
+            instead = where_instead(flags)
             raise OptionError(
                 flags,
                 f" appl{'y' if ',' in flags else 'ies'} only to the built-in training, but a "
