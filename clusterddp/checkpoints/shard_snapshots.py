@@ -39,6 +39,8 @@ _THREAD_SHARE = 0.1
 """Largest part of the time in which the thread works."""
 _WAIT_SECONDS = 300.0
 """Time for which a thread waits for another rank's, which may have failed."""
+_CLOSE_SECONDS = 10.0
+"""Time for the thread at the end: the time limit may be near."""
 _METADATA = ".metadata"
 
 
@@ -61,7 +63,7 @@ class ShardSnapshots(Snapshots):
 
     def close(self) -> None:
         if self._thread:
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)
 
     def _is_ready(self) -> bool:
         is_busy = self._thread is not None and self._thread.is_alive()

@@ -92,7 +92,7 @@ class Snapshots:
         self._due = max(self._due, time.monotonic() + self._every)
 
     def close(self) -> None:
-        """Wait until no thread exchanges anything with other ranks; collective."""
+        """Wait a little for a thread that exchanges data with other ranks."""
 
     def note_step(self, step: int) -> None:
         """Note that a step is done, and perhaps a GPU's copy."""

@@ -61,6 +61,12 @@ class Trained:
         return [getattr(each, "to_local", each.detach)().tolist() for each in both]
 
 
+def wait(snapshots: Any) -> None:
+    """Wait for the thread, which is busy on a slow machine."""
+    if snapshots._thread:
+        snapshots._thread.join(PATIENCE)
+
+
 def take(trained: Trained, snapshots: ShardSnapshots) -> None:
     def collect(random_states: list[Any], copy: Any) -> Any:
         return state.collect(
@@ -97,7 +103,7 @@ def rank_trains(
             if step == 3 and rank == torn:
                 patch.setattr(node_memory, "write_steps", only_begun)
             take(trained, snapshots)
-            snapshots.close()
+            wait(snapshots)
         assert not snapshots._problem
         return weights
 
@@ -209,7 +215,7 @@ def rank_loops(
         for _ in loop.iterations(steps):
             trained.step()
             weights[loop.steps + 1] = trained.weights
-            loop._snapshots.close()
+            wait(loop._snapshots)
             vars(loop._snapshots).update(_due=0.0, _not_before=0.0)
             if loop.steps + 1 == steps:
                 return first, weights  # as if it were killed here
