@@ -163,6 +163,7 @@ class Loop(Resumable):
             ended = not self._shard_save or self._shard_save.wait(_CLOSE_SECONDS)
             if self._saver and ended:
                 self._saver.wait()
+            self._snapshots.close()
         has_stepped = self.steps > self._start_step or hasattr(sys, "last_type")
         if self.rank == 0 and self._unlisten and not has_stepped:
             log.warning(

@@ -14,7 +14,6 @@ import time
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
@@ -45,7 +44,7 @@ _NOTES_SECONDS = 6.0
 """Time for the tasks of a sharded training to say which snapshots they have."""
 _SHARDS_SECONDS = 60.0
 """Time for the other tasks to write their shards."""
-_SHARDS, _NOTE, _DIGESTS = f".shards{FROM_MEMORY}", ".step-note.", ".digests."
+_SHARDS, _NOTE, _DIGESTS = ".shards.parts", ".step-note.", ".digests."
 
 
 def save(own: Address) -> None:
@@ -161,29 +160,66 @@ def _save_shards(attempt: Attempt, found: Sequence[_Snapshot]) -> None:
     """
     own, folder = found[0].index, attempt.checkpoints
     note = folder / f"{_NOTE}{own.rank}"
-    files.write_record(note, _Note(own.rank, tuple(s.index.step for s in found), own.kept))
+    # The batch process waits for it before it kills the tasks.
+    with contextlib.closing(catalog.Renewal(folder / f".step-task-{own.rank}{FROM_MEMORY}")):
+        steps = tuple(each.index.step for each in found)
+        files.write_record(note, _Note(own.rank, steps, own.kept), sync=False)
+        written: set[int] = set()
+        for patience in (_NOTES_SECONDS, 0.0):  # a note may come during the writing
+            notes = _read_notes(folder, len(own.shards), patience)
+            complete = _steps_of_all(notes, len(own.shards))
+            goal = complete[0] if complete else own.step
+            if _is_saved_by_ranks(attempt, goal):  # and the notes are gone, perhaps
+                note.unlink(missing_ok=True)
+                return
+            for each in found:
+                step = each.index.step
+                if step not in written and step in (complete[:1] or steps):
+                    have = {rank for rank, note in notes.items() if step in note.steps}
+                    ranks = {own.rank, *(rank for rank in own.kept if rank not in have)}
+                    _write_shards(attempt, each, ranks)
+                    written.add(step)
+            if complete:
+                break
+        if complete:
+            _publish_shards(attempt, found, goal)
+            note.unlink(missing_ok=True)
+
+
+def _read_notes(folder: Path, world_size: int, seconds: float) -> dict[int, _Note]:
+    """Return the tasks' notes by rank, once they are complete or some seconds have passed."""
     notes: dict[int, _Note] = {}
-    for _ in polling.poll(_NOTES_SECONDS, every=polling.RECORDS_POLL_SECONDS / 2):
-        for path in folder.glob(f"{_NOTE}*"):
-            if path.suffix[1:] not in map(str, notes) and (read := files.read(_Note, path)):
-                notes[read.rank] = read
-        if len(notes) == len(own.shards):
+    known: set[Path] = set()
+    for _ in polling.poll(seconds, every=polling.RECORDS_POLL_SECONDS / 2):
+        for path in {*folder.glob(f"{_NOTE}*")} - known:
+            if note := files.read(_Note, path):
+                notes[note.rank] = note
+                known.add(path)
+        if len(notes) == world_size:
             break
-    steps = _steps_of_all(notes, len(own.shards))
-    if _is_saved(attempt, steps[0] if steps else own.step):  # and the notes are gone, perhaps
-        note.unlink(missing_ok=True)
-        return
-    chosen = [each for each in found if each.index.step in steps[:1] or not steps]
-    for each in chosen:
-        have = {rank for rank, note in notes.items() if each.index.step in note.steps}
-        _write_shards(attempt, each, {own.rank, *(rank for rank in own.kept if rank not in have)})
-    if steps:
-        for each in chosen:
-            _save(attempt, each)
-        # A task that has another step only must not end before it is saved.
-        is_saved = partial(_is_saved, attempt, steps[0])
-        polling.wait_until(is_saved, _SHARDS_SECONDS, every=polling.RECORDS_POLL_SECONDS)
-        note.unlink(missing_ok=True)
+    return notes
+
+
+def _is_saved_by_ranks(attempt: Attempt, step: int) -> bool:
+    """Wait for a checkpoint that the ranks are writing; return whether one is as new as a step."""
+    for _ in polling.poll(_SHARDS_SECONDS, every=polling.RECORDS_POLL_SECONDS):
+        if _is_saved(attempt, step) or not _ranks_save(attempt, step):
+            break
+    return _is_saved(attempt, step)
+
+
+def _publish_shards(attempt: Attempt, found: Sequence[_Snapshot], step: int) -> None:
+    """Wait until all shards of a step are written, and save the checkpoint if no other task has.
+
+    A task that has another step only waits too: srun ends the others when this one is gone.
+    """
+    chosen = [each for each in found if each.index.step == step]
+    for _ in polling.poll(_SHARDS_SECONDS, every=polling.RECORDS_POLL_SECONDS / 2):
+        if _is_saved(attempt, step):
+            return
+        if chosen and not _missing(attempt, chosen[0])[1]:
+            _save(attempt, chosen[0])
+            return
 
 
 def _steps_of_all(notes: Mapping[int, _Note], world_size: int) -> list[int]:
@@ -196,10 +232,14 @@ def _steps_of_all(notes: Mapping[int, _Note], world_size: int) -> list[int]:
     return sorted((s for s, ranks in ranks_of.items() if len(ranks) == world_size), reverse=True)
 
 
+def _folder_of_shards(attempt: Attempt, found: _Snapshot) -> Path:
+    stem = Path(catalog.name_of(found.index.step)).stem
+    return attempt.checkpoints / f".{stem}{_SHARDS}"
+
+
 def _write_shards(attempt: Attempt, found: _Snapshot, ranks: Collection[int]) -> None:
     """Write the shards of some ranks, and then their SHA-256. Raises OSError."""
-    index = found.index
-    folder = attempt.checkpoints / f".{Path(catalog.name_of(index.step)).stem}{_SHARDS}"
+    index, folder = found.index, _folder_of_shards(attempt, found)
     folder.mkdir(mode=0o700, exist_ok=True)
     names = {index.shards[rank] for rank in ranks}
     digests = {
@@ -210,20 +250,12 @@ def _write_shards(attempt: Attempt, found: _Snapshot, ranks: Collection[int]) ->
     files.write_record(folder / f"{_DIGESTS}{index.rank}", digests)
 
 
-def _await_shards(attempt: Attempt, found: _Snapshot) -> tuple[Path, dict[str, str]]:
-    """Wait until all shards are written; return their directory, and their SHA-256 by name.
-
-    Raises OSError if they are not.
-    """
-    folder = attempt.checkpoints / f".{Path(catalog.name_of(found.index.step)).stem}{_SHARDS}"
+def _missing(attempt: Attempt, found: _Snapshot) -> tuple[dict[str, str], int]:
+    """Return the SHA-256 of the shards that are written, by name, and how many are not."""
     digests: dict[str, str] = {}
-    for _ in polling.poll(_SHARDS_SECONDS, every=polling.RECORDS_POLL_SECONDS / 2):
-        for path in folder.glob(f"{_DIGESTS}*"):
-            digests |= cast(dict[str, str], files.read_json(path) or {})
-        if missing := [name for name in found.index.shards if name not in {"", *digests}]:
-            continue
-        return folder, digests
-    raise OSError(f"{len(missing)} of {len(found.index.shards)} shards were not written")
+    for path in _folder_of_shards(attempt, found).glob(f"{_DIGESTS}*"):
+        digests |= cast(dict[str, str], files.read_json(path) or {})
+    return digests, sum(name not in {"", *digests} for name in found.index.shards)
 
 
 def _save(attempt: Attempt, found: _Snapshot) -> None:
@@ -234,7 +266,8 @@ def _save(attempt: Attempt, found: _Snapshot) -> None:
     for _ in polling.poll(polling.MEMORY_SAVE_SECONDS, every=polling.RECORDS_POLL_SECONDS / 2):
         if _is_saved(attempt, step):
             return
-        may_be_newer = found.has_newer and time.monotonic() - began < _NEWER_SECONDS
+        may_be_newer = found.has_newer and not found.index.shards  # whose tasks have agreed
+        may_be_newer = may_be_newer and time.monotonic() - began < _NEWER_SECONDS
         if _newest_claim(attempt) >= step or may_be_newer or _ranks_save(attempt, step):
             continue
         claim = path.with_name(f".{path.name}{FROM_MEMORY}")
@@ -253,7 +286,7 @@ def _save(attempt: Attempt, found: _Snapshot) -> None:
 
 def _newest_claim(attempt: Attempt) -> int:
     """Return the latest step of a snapshot that another task writes; -1 for none."""
-    claims = attempt.checkpoints.glob(f".step-*{FROM_MEMORY}")
+    claims = attempt.checkpoints.glob(f".step-*.pt{FROM_MEMORY}")
     alive = (each for each in claims if files.age(each, attempt.path) < FROM_MEMORY_SECONDS)
     return max(map(_step_of_hidden, alive), default=-1)
 
@@ -278,7 +311,9 @@ def _write_files(attempt: Attempt, found: _Snapshot, path: Path) -> dict[str, st
     final, digests = catalog.shards_of(path), dict[str, str]()
     fresh = final.with_name(f".{final.name}.{os.uname().nodename}-{os.getpid()}")
     if found.index.shards:
-        fresh, digests = _await_shards(attempt, found)
+        fresh, (digests, missing) = _folder_of_shards(attempt, found), _missing(attempt, found)
+        if missing:
+            raise OSError(f"{missing} of {len(found.index.shards)} shards are missing")
     for record in found.index.records:
         if record.is_file and record.name not in found.index.shards:
             digests[record.name] = _write_file(found, record, fresh)

@@ -17,12 +17,19 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from clusterddp.checkpoints import sharded, state
 from clusterddp.checkpoints.sharded import Objects
-from clusterddp.checkpoints.snapshots import Copy, Snapshots, first_line, free_bytes
+from clusterddp.checkpoints.snapshots import (
+    SHARE_OF_MEMORY,
+    Copy,
+    Snapshots,
+    first_line,
+    free_bytes,
+)
 from clusterddp.checkpoints.state import Content
 from clusterddp.distributed import agreement
 from clusterddp.formatting import memory
@@ -33,14 +40,10 @@ from clusterddp.run.node_memory import HEADER_BYTES, Index, Record
 
 _OF_OWN, _OF_KEPT = 4, 3
 """Copies of a rank's shards (on the CPU, in a file, in two halves) and of another's (received)."""
-_SHARE_OF_MEMORY = 0.5
-"""Largest part of a node's free memory."""
 _THREAD_SHARE = 0.1
 """Largest part of the time in which the thread works."""
 _WAIT_SECONDS = 300.0
 """Time for which a thread waits for another rank's, which may have failed."""
-_CLOSE_SECONDS = 10.0
-"""Time for the thread at the end: the time limit may be near."""
 _METADATA = ".metadata"
 
 
@@ -48,8 +51,11 @@ class ShardSnapshots(Snapshots):
     """Snapshots of one attempt whose model is sharded. `take` is collective."""
 
     def __init__(self, attempt: Attempt, every: float, shards: Objects) -> None:
-        """shards: modules and their optimizers, as for `sharded.Save`."""
-        super().__init__(attempt, every)
+        """shards: modules and their optimizers, as for `sharded.Save`.
+
+        With FSDP1, whose state takes collectives, there are no snapshots.
+        """
+        super().__init__(attempt, 0.0 if any(map(_is_fsdp1, shards.values())) else every)
         self._shards = shards
         self._group: dist.ProcessGroup | None = None
         self._keepers: list[int] = []
@@ -61,18 +67,33 @@ class ShardSnapshots(Snapshots):
         self._thread: threading.Thread | None = None
         self._not_before = 0.0
 
-    def close(self) -> None:
+    def close(self, seconds: float = 300.0) -> None:
         if self._thread:
-            self._thread.join(_CLOSE_SECONDS)
+            self._thread.join(seconds)
+
+    def is_due(self) -> bool:
+        # torch would have an optimizer without a state make a step.
+        optimizers = [each for each in self._shards.values() if isinstance(each, Optimizer)]
+        return super().is_due() and self._is_ready() and all(map(_has_stepped, optimizers))
 
     def _is_ready(self) -> bool:
         is_busy = self._thread is not None and self._thread.is_alive()
-        return not is_busy and time.monotonic() >= max(self._first_due, self._not_before)
+        return not is_busy and time.monotonic() >= self._not_before
+
+    def _turn_off(self, why: str) -> None:
+        super()._turn_off(why)
+        self._copies = []
+        for half in self._halves:
+            node_memory.write_steps(half, 0, 0, 0)
+            os.ftruncate(half, HEADER_BYTES)
 
     def _prepare(self, tensors: Sequence[Tensor], shape: str, of_files: int) -> None:
         """Connect the threads of all ranks, and choose who keeps a copy of whose shards."""
         self._shape = shape
-        hosts, sizes, room = self._survey()
+        hosts, sizes, room, problem = self._survey()
+        if problem:
+            self._turn_off(problem)
+            return
         self._keepers = keepers(hosts)
         needed = dict.fromkeys(hosts, 0)
         for rank, (size, keeper) in enumerate(zip(sizes, self._keepers, strict=True)):
@@ -89,8 +110,8 @@ class ShardSnapshots(Snapshots):
         if self._group is None:
             self._turn_off("gloo cannot connect the ranks")
 
-    def _survey(self) -> tuple[list[str], list[int], list[int]]:
-        """Return each rank's host, the bytes of its shards, and those that it may use."""
+    def _survey(self) -> tuple[list[str], list[int], list[int], str]:
+        """Return each rank's host, the bytes of its shards and those it may use, and a problem."""
         size, room = 0, 0
         try:
             leaves = tree_leaves(sharded.states_of(self._shards))
@@ -98,11 +119,14 @@ class ShardSnapshots(Snapshots):
             self._halves = self._address.open() if self._address else ()
             for half in self._halves:
                 node_memory.write_header(half, self._attempt.path, [self._address])  # type: ignore[list-item]
-            room = int(_SHARE_OF_MEMORY * free_bytes()) if self._halves else 0
+            # A quarter or less of that is a file of the shards.
+            shm = 2 * shutil.disk_usage(self._address.scratch.parent).free if self._address else 0
+            room = min(int(SHARE_OF_MEMORY * free_bytes()), shm)
         except Exception as error:  # a state's own, or of the memory
             self._problem = first_line(error)
-        rows = agreement.gather((host_name(os.environ), size, room))
-        return [host for host, *_ in rows], [size for _, size, _ in rows], [r for *_, r in rows]
+        rows = agreement.gather((host_name(os.environ), size, room, self._problem))
+        hosts, sizes, rooms, problems = map(list, zip(*rows, strict=True))
+        return hosts, sizes, rooms, next(filter(None, problems), "")
 
     def _copy(
         self,
@@ -138,9 +162,7 @@ class ShardSnapshots(Snapshots):
             problem = next(filter(None, agreement.gather(self._problem, group=self._group)), "")
             if not problem:
                 self._keep(step, states, content, folder)
-        except Exception as error:  # no memory, for example
-            self._problem = first_line(error)
-        except BaseException as error:  # CheckpointException of torch
+        except BaseException as error:  # as torch's CheckpointException is
             self._problem = first_line(error)
         finally:
             shutil.rmtree(folder.parent, ignore_errors=True)
@@ -152,7 +174,8 @@ class ShardSnapshots(Snapshots):
         from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        writer = FileSystemWriter(folder, sync_files=False)
+        # Without reading ahead, which would wait for the training's work on the GPU.
+        writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
         save_shards(states, storage_writer=writer, process_group=self._group)
         names = [path.name for path in folder.iterdir() if path.name != _METADATA]
         own = _mapped(folder / names[0]) if names else torch.empty(0, dtype=torch.uint8)
@@ -212,6 +235,17 @@ def keepers(hosts: Sequence[str]) -> list[int]:
     following = {name: ranks[names[(i + 1) % len(names)]] for i, name in enumerate(names)}
     places = [(following[host], ranks[host].index(rank)) for rank, host in enumerate(hosts)]
     return [there[place % len(there)] for there, place in places]
+
+
+def _is_fsdp1(module: object) -> bool:
+    parts = module.modules() if isinstance(module, nn.Module) else ()
+    return any(type(part).__name__ == "FullyShardedDataParallel" for part in parts)
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has its state, or needs none."""
+    has_none = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]
+    return bool(optimizer.state) or has_none
 
 
 def _copied(value: Any, earlier: Any) -> Any:

@@ -42,7 +42,7 @@ Copy = Callable[[Tensor], Tensor]
 """Replaces a tensor of a state by its place in the snapshot."""
 _SHARE_OF_TIME = 0.005
 """Largest part of the time that snapshots may take; else they are less frequent."""
-_SHARE_OF_MEMORY = 0.5
+SHARE_OF_MEMORY = 0.5
 """Largest part of a node's free memory for both halves."""
 _SENT_BYTES = 64 << 20
 """Largest state besides the tensors that is sent to the other nodes at each snapshot."""
@@ -91,8 +91,8 @@ class Snapshots:
         """Note that the state has been saved."""
         self._due = max(self._due, time.monotonic() + self._every)
 
-    def close(self) -> None:
-        """Wait a little for a thread that exchanges data with other ranks."""
+    def close(self, seconds: float = 300.0) -> None:
+        """Wait, at most some seconds, for a thread that exchanges data with other ranks."""
 
     def note_step(self, step: int) -> None:
         """Note that a step is done, and perhaps a GPU's copy."""
@@ -177,7 +177,7 @@ class Snapshots:
             for place, members in groups.items()
             if all(address for _, address, _ in members)
             and len(members) <= MAX_MEMBERS
-            and 2 * size <= _SHARE_OF_MEMORY * members[0][-1]
+            and 2 * size <= SHARE_OF_MEMORY * members[0][-1]
         ]
         self._has_others, self._is_far = len(keeping) > 1, where != hellos[0][0]
         if of_files and len(keeping) < len(groups):
@@ -215,7 +215,7 @@ class Snapshots:
                 tail = _tail(step, content, own, self._layout)
             except Exception as error:  # a state's own; the training continues
                 problem = first_line(error)
-            if 2 * len(tail) > _SHARE_OF_MEMORY * free_bytes():
+            if 2 * len(tail) > SHARE_OF_MEMORY * free_bytes():
                 problem = problem or f"they need {memory(2 * len(tail))} for files"
             if problem:
                 self._turn_off(problem)

@@ -45,6 +45,8 @@ T = TypeVar("T")
 
 # An attempt saves once by then, to measure what a save costs.
 _FIRST_SAVE_SECONDS = 40.0
+_LEAVE_SECONDS = 5.0
+"""Time for a snapshot under way at a stop: the time limit may be near."""
 SNAPSHOT, SAVE = 1, 2
 """What keeps the state after a step: the memory of the nodes, or a checkpoint."""
 
@@ -132,7 +134,7 @@ class Resumable:
         self._files = sharded.files_of(self._shards)
         self._snapshots = Snapshots(attempt, snapshot_every)
         if modules := {n: each for n, each in self._shards.items() if n not in self._files}:
-            every = 0.0 if self._files else snapshot_every
+            every = snapshot_every if self._shard_group and not self._files else 0.0
             self._snapshots = ShardSnapshots(attempt, every, modules)
         self._snapshots.note_step(position.step)
         self._accounted = self._waited = 0.0
@@ -273,6 +275,7 @@ class Resumable:
         """Save and raise SystemExit, as `step` does for a requested stop; collective."""
         self.save()
         self._await_checkpoint()
+        self._snapshots.close(_LEAVE_SECONDS)
         self._note_end(reason)
         self._ended()
         if self.world_size > 1:
@@ -295,6 +298,7 @@ class Resumable:
                 f"the training is done, but {trouble}; {whole}. Free disk space and start the run "
                 "again: it resumes from there. [CD0706]"
             )
+        self._snapshots.close()
         self._ended()
 
     # -- hooks of a subclass -----------------------------------------------------------------------
@@ -328,7 +332,6 @@ class Resumable:
 
     def _ended(self) -> None:
         """Finish the training after its last save."""
-        self._snapshots.close()
         self._progress.mark(self.steps, Phase.DONE)
 
     # -- whether to stop, and to save ----------------------------------------------------------

@@ -15,6 +15,7 @@ from clusterddp.checkpoints.shard_snapshots import ShardSnapshots, keepers
 from clusterddp.checkpoints.state import Position
 from clusterddp.distributed.agreement import Poll
 from clusterddp.loop import Loop
+from clusterddp.polling import wait_until
 from clusterddp.run import attempt as attempts
 from clusterddp.run import node_memory
 from clusterddp.run.attempt import Attempt, attempt_at
@@ -189,6 +190,49 @@ def test_a_task_whose_others_still_run_leaves_its_shards_for_them(
     assert catalog.files(attempt.checkpoints) == []
     save(memories, [0])
     assert_saved(attempt, 2, weights)
+
+
+def test_a_note_that_comes_late_is_seen(
+    attempt: Attempt, memories: list[Address], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow disk delays it until the first task has written its shards."""
+    monkeypatch.setattr(from_memory, "_NOTES_SECONDS", 0.2)
+    weights = run_ranks(2, rank_trains, attempt.path, memories, ("a", "a"), None)
+    late = threading.Thread(target=from_memory.save, args=(memories[0],))
+    write = from_memory._write_shards
+
+    def write_first(*arguments: Any) -> None:
+        if not late.ident:
+            assert attempt.is_saving_memory  # the batch process must not kill the tasks
+            late.start()
+            note = attempt.checkpoints / ".step-note.0"
+            assert wait_until(note.exists, PATIENCE, every=0.01)
+        write(*arguments)
+
+    monkeypatch.setattr(from_memory, "_write_shards", write_first)
+    save(memories, [1])
+    late.join(PATIENCE)
+    assert_saved(attempt, 3, weights)
+
+
+def rank_with_a_new_optimizer(
+    rank: int, world_size: int, folder: Path, memories: Sequence[Address]
+) -> list[bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(memories[rank]))
+        trained = Trained()
+        snapshots = ShardSnapshots(attempt_at(folder), 1e-6, trained.shards)
+        before = snapshots.is_due()
+        trained.step()
+        return [before, snapshots.is_due()]
+
+
+def test_no_snapshot_is_due_before_the_optimizer_has_a_state(
+    attempt: Attempt, memories: list[Address]
+) -> None:
+    """To give it one, torch would make a step: another bias correction follows."""
+    seen = run_ranks(2, rank_with_a_new_optimizer, attempt.path, memories)
+    assert seen[0] == [False, True]
 
 
 def test_two_lost_neighbours_cost_the_snapshot_and_leave_no_state_behind(
