@@ -95,20 +95,20 @@ def parse_json_lines(content: bytes) -> Iterator[dict[str, object]]:
 
 def read_file(path: Path) -> bytes:
     """Read a regular file. Raises OSError for anything else, without waiting at a FIFO."""
-
-    def at_once(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)
-
-    with open(path, "rb", opener=at_once) as file:
+    with open(path, "rb", opener=_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         return file.read()
 
 
+def _at_once(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)
+
+
 def read_tail(path: Path, most: int, *, since: int = 0) -> bytes:
     """Read the last bytes of a file, from an offset on; none if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_at_once) as file:  # not a FIFO
             file.seek(max(since, file.seek(0, os.SEEK_END) - most))
             return file.read()
     except OSError:

@@ -88,7 +88,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     marked = request.node.get_closest_marker("gpu") is not None
     for name, none in gpu.hidden(marked, gpu_driver()).items():
         monkeypatch.setenv(name, none)
-    client._first_conf.cache_clear()  # that of another test's cluster
+    client._slurmd_port.cache_clear()  # that of another test's cluster
 
 
 @pytest.fixture(autouse=True)

@@ -607,7 +607,7 @@ class Controller:
         environ["MASTER_PORT"] = str(port)
         if self._spec.node_checks == FULL_PREFLIGHT:
             environ[FULL_PREFLIGHT_VARIABLE] = "1"
-        if not is_rehearsal(os.environ) and (seconds := slurm.kill_wait()) is not None:
+        if not is_rehearsal(os.environ) and (seconds := slurm.kill_wait(os.environ)) is not None:
             environ[KILL_WAIT_VARIABLE] = str(seconds)
         if self._allocation:
             environ[SPARES_VARIABLE] = str(self._spec.resources.spare_nodes)

@@ -19,7 +19,6 @@ import re
 import secrets
 import struct
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -229,7 +228,4 @@ def own_save_seconds(environ: Mapping[str, str]) -> float:
 
 def is_from_memory(checkpoint: Path) -> bool:
     """Return whether a checkpoint was saved from a node's memory, which its archive's end says."""
-    with suppress(OSError), checkpoint.open("rb") as file:
-        file.seek(-len(MEMORY_COMMENT), os.SEEK_END)
-        return file.read() == MEMORY_COMMENT
-    return False
+    return files.read_tail(checkpoint, len(MEMORY_COMMENT)) == MEMORY_COMMENT

@@ -5,6 +5,7 @@ Processes inside a job also ask here why the job is ending and how much time is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -12,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp import polling
@@ -62,6 +64,7 @@ _ELSEWHERE = (
     "--dry-run to print its script."
 )
 _SLURMD_PORT = 6818  # SlurmdPort of slurm.conf(5)
+_CONF_FOLDERS = ("/run/slurm/conf", "/etc/slurm")  # slurm.conf(5); the first: configless
 _DRAIN = {"DRAIN", "DRAINING", "DRAINED", "FAIL", "FAILING"}
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 _SCONTROL = re.compile(
@@ -527,7 +530,7 @@ def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
     Slurm shows a node's port only if it differs from slurm.conf's (seen on 22.05).
     """
     try:
-        usual = _number_of_conf("SlurmdPort") or _SLURMD_PORT
+        usual = _slurmd_port()
     except SlurmError:
         usual = _SLURMD_PORT
     addresses = {}
@@ -553,26 +556,31 @@ def drained_nodes(hosts: Sequence[str]) -> dict[str, str]:
     return drained
 
 
-def kill_wait() -> int | None:
-    """Return KillWait, the seconds from SIGTERM to SIGKILL; None if slurmctld does not answer."""
-    try:
-        return _number_of_conf("KillWait")
-    except SlurmError:
-        return None
+def kill_wait(environ: Mapping[str, str], folders: Sequence[str] = _CONF_FOLDERS) -> int | None:
+    """Return KillWait of this node's slurm.conf: the seconds from SIGTERM to SIGKILL.
 
-
-def _number_of_conf(name: str) -> int | None:
-    """Return a number of slurm.conf; None if it is not there. Raises SlurmError."""
-    found = re.search(rf"^{name}\s*=\s*(\d+)", _first_conf(), re.MULTILINE)
-    return int(found[1]) if found else None
+    slurmctld is not asked, since each job would. None if the file is missing, or includes others.
+    """
+    paths = [Path(folder, "slurm.conf") for folder in folders]
+    if named := environ.get("SLURM_CONF"):
+        paths = [Path(named)]
+    text = "include"
+    with contextlib.suppress(OSError):
+        texts = (path.read_text(errors="replace") for path in paths if path.is_file())
+        text = next(texts, text)
+    if found := re.search(r"^\s*KillWait\s*=\s*(\d+)", text, re.MULTILINE | re.IGNORECASE):
+        return int(found[1])
+    return None if re.search(r"^\s*include\b", text, re.MULTILINE | re.IGNORECASE) else 30
 
 
 @functools.cache
-def _first_conf() -> str:
-    """Return slurm.conf, asked for once: for values that stay during a job. Raises SlurmError."""
-    if config := slurm_conf():
-        return config
-    raise SlurmError("slurmctld does not show its configuration")
+def _slurmd_port() -> int:
+    """Return slurmd's port from slurm.conf; cached, since slurmd keeps it. Raises SlurmError."""
+    config = slurm_conf()
+    if not config:
+        raise SlurmError("slurmctld does not show its configuration")
+    usual = re.search(r"^SlurmdPort\s*=\s*(\d+)", config, re.MULTILINE)
+    return int(usual[1]) if usual else _SLURMD_PORT
 
 
 def signal_script(job_id: str) -> None:

@@ -457,16 +457,20 @@ def test_slurmds_port_is_asked_for_until_it_is_known_and_no_more(
 @pytest.mark.parametrize(
     ("config", "seconds"),
     [
-        ("KillOnBadExit = 0\nKillWait                = 30 sec\n", 30),
-        ("Other = 1\n", None),
-        ("", None),
+        ("KillOnBadExit=0\n  killwait = 45\n", 45),
+        ("#KillWait=45\n", 30),  # Slurm's default
+        ("Include more.conf\n", None),
+        (None, None),
     ],
 )
-def test_kill_wait_is_that_of_slurm_conf(
-    monkeypatch: pytest.MonkeyPatch, config: str, seconds: int | None
+def test_kill_wait_is_read_without_a_request(
+    tmp_path: Path, config: str | None, seconds: int | None
 ) -> None:
-    monkeypatch.setattr(client, "slurm_conf", lambda: config)
-    assert client.kill_wait() == seconds
+    file = tmp_path / "slurm.conf"
+    if config is not None:
+        file.write_text(config)
+    assert client.kill_wait({}, [str(tmp_path / "none"), str(tmp_path)]) == seconds
+    assert client.kill_wait({"SLURM_CONF": str(file)}, ()) == seconds
 
 
 def test_drained_nodes_are_those_that_an_administrator_takes_out(

@@ -70,6 +70,7 @@ def test_json_has_every_field(workplace: Workplace) -> None:
         "problem": "",
         "is_best": True,
         "is_next": True,
+        "from_memory": False,
         "attempt": 3,
     }
 

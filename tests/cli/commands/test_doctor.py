@@ -96,7 +96,7 @@ def test_each_check_is_a_line_and_nothing_is_queued_or_written(site: Site) -> No
     assert got.code == 0 and {line[0] for line in lines} <= {OK, WARNING}
     names = (
         *("slurm", "submission", "partition cpu", "partition gpu", "GPUs", "accounting"),
-        *("requeue", "preemption", "signals", "runs directory", "dataset", "python"),
+        *("requeue", "preemption", "signals", "runs directory", "dataset", "python", "limits"),
     )
     assert len(lines) == len(names)
     assert all(line[1].startswith(name) for line, name in zip(lines, names, strict=True))
