@@ -28,7 +28,7 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 40_200, 31_500),
+    Row("code lines", 40_260, 31_500),
     Row("modules", 207, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
@@ -38,7 +38,7 @@ HELD = (
     Row(f"{_ENTERED}another rank", 48, 36),
     Row(f"{_ENTERED}a COMMAND's task", 20, 16),
     Row("places that ask for a run's kind", 20, 20),
-    Row("lines of tests", 63_400, 50_000),
+    Row("lines of tests", 63_500, 50_000),
     Row("lines of the rendered script", 27, 27),
     Row("dry run: calls of functions", 21_000, 18_000),
     Row("dry run: modules", 34, 34),

@@ -4,18 +4,24 @@ Each node is compared with the others and with absolute floors. A false positive
 a miss costs no more than having no checks. Therefore a comparison fails only clear outliers, a slow
 link counts only if two of its peers are fast with each other, and a check that most nodes fail
 fails none. A wrong product always counts. Products are compared between GPUs of the same name,
-all-reduces between equal local ranks, which have the same position in their nodes.
+all-reduces between equal local ranks, which have the same position in their nodes. The work grows
+with the number of nodes, or that times its logarithm.
 """
 
 import dataclasses
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from clusterddp.formatting import join_limited
 from clusterddp.processes import hardware
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 MIN_MEMORY_BYTES = 1 << 30
 MEMORY_SHARE = 0.25
@@ -161,8 +167,9 @@ class _Flow:
 def evaluate(nodes: Sequence[Node], unresponsive: Mapping[str, str]) -> Result:
     """Evaluate the nodes. unresponsive: the reason for each node that did not answer."""
     found: dict[str, Iterable[tuple[str, str]]] = {"no answer": _unresponsive(nodes, unresponsive)}
+    all_nodes = _All.of(nodes)
     for what, check in _CHECKS.items():
-        found[what] = [(node.host, why) for node in nodes if (why := check(node, nodes))]
+        found[what] = [(node.host, why) for node in nodes if (why := check(node, all_nodes))]
     found |= {"unreachable": _unreachable(nodes), "slow transfers": _slow(nodes)}
     return _result(len(nodes) + len(unresponsive), found, partial(_unexplained, nodes))
 
@@ -266,9 +273,11 @@ def table(
     rows: list[tuple[str, ...]] = [
         ("node", "GPUs", "memory", "disk", "shm", "loop", "link", "sent", "received", "clock", "")
     ]
+    flows = _flows(nodes)
+    of_source, of_target = _grouped(flows, lambda f: f.source), _grouped(flows, lambda f: f.target)
     for node in nodes:
         own, seen = node.own, node.load
-        sent, received = _rates(nodes, node.host)
+        sent, received = (_median_rate(of.get(node.host, ())) for of in (of_source, of_target))
         speed = f" {seen.link_speed / 1000:g} Gbit/s" if seen.link_speed > 0 else ""
         gpus = f"{max(own.gpus_seen, 0)}/{own.gpus_granted}" if own.gpus_granted else "-"
         rows.append(
@@ -296,8 +305,7 @@ def rank_table(
 ) -> list[tuple[str, ...]]:
     """Return a table with a header and one row per node, with its slowest rank's figures."""
     rows: list[tuple[str, ...]] = [("node", "ranks", "on", "product", "speed", "pairs", "")]
-    for host in dict.fromkeys(each.host for each in ranks):
-        own = [each for each in ranks if each.host == host]
+    for host, own in _grouped(ranks, lambda each: each.host).items():
         wrong = [str(each.rank) for each in own if each.fault]
         pairs = [statistics.median(each.pairs.values()) for each in own if each.pairs]
         rows.append(
@@ -345,29 +353,73 @@ def _unresponsive(nodes: Sequence[Node], unresponsive: Mapping[str, str]) -> lis
     ]
 
 
-def _gpus(node: Node, nodes: Sequence[Node]) -> str:
+class _Known:
+    """Known measurements of all nodes or ranks; one of them is compared with the others."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        """values: negative ones are unknown."""
+        self._values = sorted(value for value in values if value >= 0)
+
+    def without(self, *own: float) -> tuple[int, float]:
+        """Return the number and the median of the values besides some; NaN without any."""
+        left_out: list[int] = []
+        for value in sorted(each for each in own if each >= 0):
+            after = left_out[-1] + 1 if left_out else 0
+            left_out.append(bisect_left(self._values, value, after))
+        count = len(self._values) - len(left_out)
+
+        def at(place: int) -> float:
+            for each in left_out:
+                place += place >= each
+            return self._values[place]
+
+        return count, (at((count - 1) // 2) + at(count // 2)) / 2 if count else math.nan
+
+
+@dataclass(frozen=True)
+class _All:
+    """Measurements of all nodes together, with which each node is compared."""
+
+    gpus_seen: _Known
+    memory: _Known
+    link_speed: _Known
+    spin: _Known
+    clock: float
+    """Median of the clocks; NaN of fewer than three."""
+
+    @classmethod
+    def of(cls, nodes: Sequence[Node]) -> "_All":
+        return cls(
+            _Known(node.own.gpus_seen for node in nodes),
+            _Known(node.own.memory for node in nodes),
+            _Known(node.load.link_speed for node in nodes),
+            _Known(node.load.spin for node in nodes),
+            statistics.median(node.own.clock for node in nodes) if len(nodes) > 2 else math.nan,
+        )
+
+
+def _gpus(node: Node, nodes: _All) -> str:
     own = node.own
     if own.gpus_seen < 0:  # with AMD GPUs no node has NVML
-        return own.gpu_fault if _others(node, nodes, lambda each: each.own.gpus_seen) else ""
+        return own.gpu_fault if nodes.gpus_seen.without()[0] else ""
     if 0 <= own.gpus_seen < own.gpus_granted:
         seen = f"{own.gpus_seen} of {own.gpus_granted} GPUs answer"
         return f"{seen}: {own.gpu_fault}" if own.gpu_fault else seen
     return own.gpu_fault
 
 
-def _memory(node: Node, nodes: Sequence[Node]) -> str:
-    others = _others(node, nodes, lambda each: each.own.memory)
+def _memory(node: Node, nodes: _All) -> str:
     own, asked = node.own.memory, node.own.memory_asked
+    others, usual = nodes.memory.without(own)
     if own < 0 or not others:
         return ""
-    usual = statistics.median(others)
     is_low = own < MIN_MEMORY_BYTES and own < MEMORY_SHARE * usual
     if is_low or (asked > 0 and own < asked / 2 and own < usual / 2):
         return f"{_bytes(own)} of memory available; median of the others: {_bytes(usual)}"
     return ""
 
 
-def _disk(node: Node, _: Sequence[Node]) -> str:
+def _disk(node: Node, _: _All) -> str:
     own = node.own
     if own.disk_fault:
         return f"local disk {own.disk}: {own.disk_fault}"
@@ -376,31 +428,29 @@ def _disk(node: Node, _: Sequence[Node]) -> str:
     return ""
 
 
-def _shm(node: Node, _: Sequence[Node]) -> str:
+def _shm(node: Node, _: _All) -> str:
     return f"/dev/shm: {node.own.shm_fault}" if node.own.shm_fault else ""
 
 
-def _clock(node: Node, nodes: Sequence[Node]) -> str:
-    if len(nodes) < 3:
-        return ""
-    ahead = node.own.clock - statistics.median(each.own.clock for each in nodes)
-    if abs(ahead) <= CLOCK_SECONDS:
+def _clock(node: Node, nodes: _All) -> str:
+    ahead = node.own.clock - nodes.clock
+    if not abs(ahead) > CLOCK_SECONDS:  # or not a number
         return ""
     return f"clock {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others'"
 
 
-def _interface(node: Node, nodes: Sequence[Node]) -> str:
-    others = _others(node, nodes, lambda each: each.load.link_speed)
+def _interface(node: Node, nodes: _All) -> str:
     own = node.load.link_speed
-    if own < 0 or len(others) < 2 or own > LINK_SPEED_SHARE * statistics.median(others):
+    others, usual = nodes.link_speed.without(own)
+    if own < 0 or others < 2 or own > LINK_SPEED_SHARE * usual:
         return ""
-    usual = statistics.median(others)
     return f"{node.load.interface} runs at {own:g} Mbit/s; median of the others: {usual:g}"
 
 
-def _loaded(node: Node, nodes: Sequence[Node]) -> str:
-    others, spin = _others(node, nodes, lambda each: each.load.spin), node.load.spin
-    if not others or spin <= SPIN_FACTOR * (usual := statistics.median(others)):
+def _loaded(node: Node, nodes: _All) -> str:
+    spin = node.load.spin
+    others, usual = nodes.spin.without(spin)
+    if not others or spin <= SPIN_FACTOR * usual:
         return ""
     return (
         f"a fixed loop takes {spin * 1000:.0f} ms; median of the others: {usual * 1000:.0f} ms: "
@@ -408,7 +458,7 @@ def _loaded(node: Node, nodes: Sequence[Node]) -> str:
     )
 
 
-_CHECKS: dict[str, Callable[[Node, Sequence[Node]], str]] = {
+_CHECKS: dict[str, Callable[[Node, _All], str]] = {
     "GPUs": _gpus,
     "memory": _memory,
     "local disk": _disk,
@@ -443,19 +493,19 @@ def _outliers(flows: Sequence[_Flow]) -> Iterator[tuple[str, bool, int, float]]:
     At least two of their peers must have good flows with third nodes, so that the fault is not the
     peers'. Yields the node, whether the direction is outwards, the number of peers, the best rate.
     """
+    of_source, of_target = _grouped(flows, lambda f: f.source), _grouped(flows, lambda f: f.target)
+    good: dict[str, set[str]] = {}
+    for flow in flows:
+        if flow.is_good:
+            good.setdefault(flow.source, set()).add(flow.target)
+            good.setdefault(flow.target, set()).add(flow.source)
     for host in dict.fromkeys(host for flow in flows for host in (flow.source, flow.target)):
         for outwards in (True, False):
-            own = [f for f in flows if host == (f.source if outwards else f.target)]
+            own = (of_source if outwards else of_target).get(host, ())
             others = {f.target if outwards else f.source for f in own}
             if any(flow.is_good for flow in own):
                 continue
-            elsewhere = {
-                each
-                for flow in flows
-                if flow.is_good and host not in (flow.source, flow.target)
-                for each in (flow.source, flow.target)
-            }
-            if len(others & elsewhere) >= 2:
+            if sum(not good.get(other, set()) <= {host} for other in others) >= 2:
                 yield host, outwards, len(others), max(flow.rate for flow in own)
                 break
 
@@ -484,26 +534,27 @@ def _usual(rates: Sequence[float], nodes: Sequence[Node]) -> float:
 
 def _unexplained(nodes: Sequence[Node], failed: Collection[str]) -> Iterator[str]:
     """Yield a remark on each slow or unconnected pair without a failed node."""
+    known = {*failed}
     for node in nodes:
         for other, pair in node.pairs.items():
-            if pair.error and not {node.host, other} & {*failed}:
+            if pair.error and known.isdisjoint((node.host, other)):
                 yield f"{node.host} cannot connect to {other}: {pair.error}"
     for flow in _flows(nodes):
-        if not flow.is_good and not {flow.source, flow.target} & {*failed}:
+        if not flow.is_good and known.isdisjoint((flow.source, flow.target)):
             yield f"{flow.source} sends to {flow.target} at only {format_rate(flow.rate)}"
 
 
-def _others(node: Node, nodes: Sequence[Node], measure: Callable[[Node], float]) -> list[float]:
-    """Return the known measurements of the other nodes."""
-    return [value for each in nodes if each is not node and (value := measure(each)) >= 0]
+def _grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Group items by a key, in the order in which each key is first met."""
+    groups: dict[K, list[T]] = {}
+    for each in items:
+        groups.setdefault(key(each), []).append(each)
+    return groups
 
 
-def _rates(nodes: Sequence[Node], host: str) -> tuple[float, float]:
-    """Return the median rates at which a node sends and receives; negative if unknown."""
-    flows = _flows(nodes)
-    sent = [flow.rate for flow in flows if flow.source == host]
-    received = [flow.rate for flow in flows if flow.target == host]
-    return statistics.median(sent or [-1.0]), statistics.median(received or [-1.0])
+def _median_rate(flows: Sequence[_Flow]) -> float:
+    """Return the median rate of transfers; negative without any."""
+    return statistics.median([flow.rate for flow in flows] or [-1.0])
 
 
 def _bytes(count: float) -> str:
@@ -540,34 +591,24 @@ def _wrong(ranks: Sequence[RankMeasurements]) -> Iterator[tuple[str, str]]:
 def _slow_products(ranks: Sequence[RankMeasurements]) -> Iterator[tuple[str, str]]:
     """Yield nodes with a rank of slow products; a single node's ranks are compared directly."""
     is_single = len({each.host for each in ranks}) == 1
+    of_models = _grouped(ranks, lambda each: each.model)
+    known = {model: _Known(each.speed for each in alike) for model, alike in of_models.items()}
+    of_nodes = _grouped(ranks, lambda each: (each.host, each.model))
     for each in ranks:
-        others = [
-            other.speed
-            for other in ranks
-            if other is not each
-            and (is_single or other.host != each.host)
-            and other.model == each.model
-            and other.speed >= 0
-        ]
-        if each.speed >= 0 and others and SLOW_PRODUCT * each.speed < statistics.median(others):
-            own, usual = _speed(each.speed), _speed(statistics.median(others))
-            yield each.host, f"{_label(each)} multiplies matrices at {own}; usual: {usual}"
+        own = [each] if is_single else of_nodes[each.host, each.model]
+        others, usual = known[each.model].without(*(one.speed for one in own))
+        if each.speed >= 0 and others and SLOW_PRODUCT * each.speed < usual:
+            speeds = f"{_speed(each.speed)}; usual: {_speed(usual)}"
+            yield each.host, f"{_label(each)} multiplies matrices at {speeds}"
 
 
 def _all_reduces(ranks: Sequence[RankMeasurements], quick: float) -> Iterator[tuple[int, _Flow]]:
     """Yield the local rank and flow of each all-reduce, once from each end."""
-    for local_rank, own in _by_local_rank(ranks).items():
+    for local_rank, own in _grouped(ranks, lambda each: each.local_rank).items():
         floor = min(SLOW_SHARE * _usual_all_reduce(own), quick)
         for each in own:
             for other, rate in each.pairs.items():
                 yield local_rank, _Flow(each.host, ranks[other].host, rate, rate >= floor)
-
-
-def _by_local_rank(ranks: Sequence[RankMeasurements]) -> dict[int, list[RankMeasurements]]:
-    groups: dict[int, list[RankMeasurements]] = {}
-    for each in ranks:
-        groups.setdefault(each.local_rank, []).append(each)
-    return groups
 
 
 def _usual_all_reduce(ranks: Sequence[RankMeasurements]) -> float:
@@ -578,11 +619,14 @@ def _usual_all_reduce(ranks: Sequence[RankMeasurements]) -> float:
 def _slow_all_reduces(
     ranks: Sequence[RankMeasurements], flows: Sequence[tuple[int, _Flow]]
 ) -> Iterator[tuple[str, str]]:
-    groups = _by_local_rank(ranks)
+    groups, of_groups = (
+        _grouped(ranks, lambda each: each.local_rank),
+        _grouped(flows, lambda f: f[0]),
+    )
     for local_rank, own in groups.items():
         usual = format_rate(_usual_all_reduce(own))
         which = f" (local rank {local_rank})" if len(groups) > 1 else ""
-        of_group = [flow for each, flow in flows if each == local_rank]
+        of_group = [flow for _, flow in of_groups.get(local_rank, ())]
         for host, _, count, rate in _outliers(of_group):
             most = f"reach at most {format_rate(rate)}; usual: {usual}"
             yield host, f"all-reduces with {count} other nodes{which} {most}"
@@ -592,9 +636,10 @@ def _unexplained_all_reduces(
     flows: Sequence[tuple[int, _Flow]], failed: Collection[str]
 ) -> Iterator[str]:
     """Yield a remark on each slow pair without a failed node."""
+    known = {*failed}
     for _, flow in flows:
-        ends = {flow.source, flow.target}
-        if not flow.is_good and flow.source < flow.target and not ends & {*failed}:
+        is_known = not known.isdisjoint((flow.source, flow.target))
+        if not flow.is_good and flow.source < flow.target and not is_known:
             yield f"{flow.source} and {flow.target} all-reduce at only {format_rate(flow.rate)}"
 
 

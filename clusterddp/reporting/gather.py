@@ -166,7 +166,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         command=list(spec.command) if spec else [],
         train_loss=_latest(points, tested=False).loss,
         where=list(resolved.where),
-        stragglers=stragglers(ranks),
+        stragglers=stragglers(ranks, None if report.ranks else usual_of_many(points)),
         attempts=past,
         confusions=evaluation.confusions()[:_MAX_CONFUSIONS],
         settings=changed_settings(spec.program.options) if spec else {},
@@ -249,7 +249,7 @@ def _ranks(
     rates = rank_rates(points)
     outcomes = read_outcomes(known[-1].outcomes) if rates and known else []
     hosts = {outcome.rank: str(outcome.host) for outcome in outcomes}
-    return [records.RankReport(rank, rate, hosts.get(rank, "")) for rank, rate in enumerate(rates)]
+    return [records.RankReport(rank, rate, hosts.get(rank, "")) for rank, rate in rates.items()]
 
 
 def read_points(path: Path) -> list[records.MetricsLine]:
@@ -262,19 +262,35 @@ def read_points(path: Path) -> list[records.MetricsLine]:
     return sorted(known, key=lambda line: line.step)
 
 
-def rank_rates(points: list[records.MetricsLine]) -> list[float | None]:
-    """Return each rank's median images/s over the training; None if not measured."""
-    rates = [point.rank_images_per_second for point in points if not point.tested]
-    rows = [row for row in rates if row]
-    if not rows:
-        return []
-    rows = [row for row in rows if len(row) == len(rows[-1])]  # attempts may differ in world size
-    columns = [[rate for rate in column if rate is not None] for column in zip(*rows, strict=True)]
-    return [median(column) if column else None for column in columns]
+def rank_rates(points: list[records.MetricsLine]) -> dict[int, float | None]:
+    """Return the ranks' median images/s over the training; None if not measured.
+
+    With many ranks, it returns the ranks that are among the slowest in at least half of the lines.
+    """
+    rows = [point for point in points if not point.tested and point.ranks]
+    rows = [row for row in rows if row.ranks == rows[-1].ranks]  # attempts may differ in world size
+    columns: dict[int, list[float | None]] = {}
+    for row in rows:
+        for rank, rate in row.rates.items():
+            columns.setdefault(rank, []).append(rate)
+    often = {rank: column for rank, column in columns.items() if 2 * len(column) >= len(rows)}
+    known = {rank: [each for each in often[rank] if each is not None] for rank in sorted(often)}
+    return {rank: median(column) if column else None for rank, column in known.items()}
 
 
-def stragglers(ranks: Sequence[records.RankReport]) -> list[Straggler]:
-    """List the ranks below SLOW times the other ranks' median images/s, slowest first."""
+def usual_of_many(points: list[records.MetricsLine]) -> float | None:
+    """Return the median rank's images/s over the training, if the lines name only the slowest."""
+    spreads = [point.rank_spread.median for point in points if point.rank_spread]
+    return median(spreads) if spreads else None
+
+
+def stragglers(
+    ranks: Sequence[records.RankReport], usual_of_many: float | None = None
+) -> list[Straggler]:
+    """List the ranks below SLOW times the other ranks' median images/s, slowest first.
+
+    usual_of_many: the median of all ranks, if `ranks` are only the slowest.
+    """
     known = sorted(
         (rank.images_per_second, rank.rank, rank.host)
         for rank in ranks
@@ -283,7 +299,7 @@ def stragglers(ranks: Sequence[records.RankReport]) -> list[Straggler]:
     rates = [rate for rate, _, _ in known]
     slow = []
     for index, (rate, number, host) in enumerate(known):
-        others = rates[:index] + rates[index + 1 :]
+        others = [usual_of_many] if usual_of_many else rates[:index] + rates[index + 1 :]
         if not others or rate >= records.SLOW * (usual := median(others)):
             break  # the list is sorted: all further ranks are faster
         slow.append(Straggler(number, host, rate, usual))

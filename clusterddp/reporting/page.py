@@ -87,7 +87,8 @@ def _render(template: str, **values: object) -> str:
 
 def _run(gathered: Gathered) -> dict[str, object]:
     """Collect the parts of a run's section that are not in its report."""
-    ranks, usage = gathered.report.figures.ranks, gathered.report.figures.usage
+    figures = gathered.report.figures
+    ranks, usage = figures.ranks, figures.usage
     rates = [rank.images_per_second or 0.0 for rank in ranks]
     slowest = sorted(ranks, key=lambda rank: rank.images_per_second or float("inf"))
     return {
@@ -97,7 +98,7 @@ def _run(gathered: Gathered) -> dict[str, object]:
         "slow": {straggler.rank for straggler in gathered.report.stragglers},
         "ranks": ranks if len(ranks) <= _MAX_RANKS else slowest[:_MAX_RANKS],
         "fastest": max(rates, default=0.0),
-        "sum_of_rates": sum(rates),
+        "sum_of_rates": sum(rates) if len(ranks) >= (figures.world_size or 0) else 0.0,
         "node_hours": [
             (activity.capitalize(), hours, hours / usage.node_hours)
             for activity, hours in split_usage(usage)

@@ -140,16 +140,16 @@ def overall(gathered: Sequence[Gathered]) -> list[Drawing]:
 
 def rank_rates(gathered: Gathered) -> Drawing | None:
     """Draw images/s of each rank over steps; None for one rank, or if not measured."""
-    points = [point for point in gathered.points if point.rank_images_per_second]
-    size = len(points[-1].rank_images_per_second) if points else 0
+    points = [point for point in gathered.points if point.ranks]
+    size = points[-1].ranks if points else 0
     if size < 2:
         return None
-    points = _thinned([point for point in points if len(point.rank_images_per_second) == size])
+    points = _thinned([point for point in points if point.ranks == size])
     slow = [straggler.rank for straggler in gathered.report.stragglers if straggler.rank < size]
     hosts = {rank.rank: rank.host for rank in gathered.report.figures.ranks}
 
     def line(rank: int, colour: str, *, strong: bool = False, faint: bool = False) -> Line:
-        rates = [(point.step, point.rank_images_per_second[rank]) for point in points]
+        rates = [(point.step, point.rates.get(rank)) for point in points]
         return Line(rates, colour, strong, faint)
 
     def named(rank: int) -> str:
@@ -400,6 +400,8 @@ def _middle(points: Sequence[MetricsLine]) -> Line:
     middle: list[tuple[int, float]] = []
     for point in points:
         rates = [rate for rate in point.rank_images_per_second if rate is not None]
+        if many := point.rank_spread:
+            rates = [many.lowest, many.median, many.highest]
         if rates:
             band.append((point.step, min(rates), max(rates)))
             middle.append((point.step, median(rates)))

@@ -528,6 +528,47 @@ class RankReport:
     """GPU memory allocated by torch, or the resident set on CPUs."""
 
 
+@dataclass(frozen=True)
+class RankRate:
+    """Throughput of one of many ranks."""
+
+    rank: int
+    """Rank, from 0."""
+    images_per_second: float
+    """Throughput outside its waits for others."""
+
+
+MAX_RATES = 64
+"""Ranks whose throughputs are all in a line of metrics."""
+_SLOWEST = 8
+
+
+@dataclass(frozen=True)
+class RateSpread:
+    """Throughputs of more than 64 ranks in images/s, each outside its waits for others."""
+
+    ranks: int
+    """Number of ranks."""
+    lowest: float
+    """Throughput of the slowest rank."""
+    median: float
+    """Throughput of the rank in the middle."""
+    highest: float
+    """Throughput of the fastest rank."""
+    slowest: tuple[RankRate, ...] = ()
+    """The eight slowest ranks, slowest first."""
+
+    @classmethod
+    def of(cls, rates: Sequence[float]) -> "RateSpread | None":
+        """Return the spread of the rates by rank; None for so few that each one is recorded."""
+        if len(rates) <= MAX_RATES:
+            return None
+        order = sorted(range(len(rates)), key=rates.__getitem__)
+        slowest = tuple(RankRate(rank, rates[rank]) for rank in order[:_SLOWEST])
+        lowest, middle, highest = (rates[order[at]] for at in (0, len(order) // 2, -1))
+        return cls(len(rates), lowest, middle, highest, slowest)
+
+
 @dataclass
 class SavingReport:
     """Cost of an attempt's checkpoints so far: only copying and waiting stop the training."""
@@ -679,6 +720,8 @@ class MetricsLine:
     """Throughput of all ranks together."""
     rank_images_per_second: tuple[float | None, ...] = ()
     """Throughput of each rank outside its waits for others; empty in an evaluation."""
+    rank_spread: RateSpread | None = None
+    """Instead of that for more than 64 ranks: their lowest, median and highest throughput."""
     seconds: float | None = None
     """Seconds of training until then, over all attempts."""
     time: float | None = None
@@ -688,3 +731,15 @@ class MetricsLine:
     def tested(self) -> bool:
         """True if it comes from an evaluation on the test set, not from training."""
         return self.kind == "eval"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks with a throughput."""
+        return self.rank_spread.ranks if self.rank_spread else len(self.rank_images_per_second)
+
+    @property
+    def rates(self) -> dict[int, float | None]:
+        """Throughputs by rank: of all, or of the slowest of many."""
+        if self.rank_spread:
+            return {each.rank: each.images_per_second for each in self.rank_spread.slowest}
+        return dict(enumerate(self.rank_images_per_second))

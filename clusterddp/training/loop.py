@@ -36,7 +36,14 @@ from clusterddp.errors import TrainingError, coded
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import Interval, TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.records import Agreement, EvaluationRecord, MetricsLine, RankReport, WorstImage
+from clusterddp.run.records import (
+    Agreement,
+    EvaluationRecord,
+    MetricsLine,
+    RankReport,
+    RateSpread,
+    WorstImage,
+)
 from clusterddp.training.learner import Learner, poor_statistics
 from clusterddp.training.metrics import Journal
 from clusterddp.training.paces import StepTimer, Throughputs, of_ranks
@@ -344,10 +351,10 @@ class Training(Resumable):
         loss, accuracy = tally.collect()
         speed = (position.images - since.images) / max(position.seconds - since.seconds, 1e-9)
         rates = [round(rate, 1) for rate in paces.images_per_second]
-        self._record("train", loss, accuracy, speed, tuple(rates))
+        self._record("train", loss, accuracy, speed, rates)
 
     def _record(
-        self, kind: str, loss: float, accuracy: float, speed: float, rates: tuple[float, ...] = ()
+        self, kind: str, loss: float, accuracy: float, speed: float, rates: Sequence[float] = ()
     ) -> None:
         """Add a line of metrics; speed: images/s of all ranks; rates: images/s of each rank.
 
@@ -362,8 +369,10 @@ class Training(Resumable):
             )
         seconds, now = round(position.seconds, 3), round(time.time(), 3)
         step, epoch = position.step, position.epoch_shown
+        spread = RateSpread.of(rates)
+        each = () if spread else tuple(rates)
         self.journal.add(
-            MetricsLine(kind, step, epoch, loss, accuracy, rate, speed, rates, seconds, now)
+            MetricsLine(kind, step, epoch, loss, accuracy, rate, speed, each, spread, seconds, now)
         )
 
     def evaluate(self) -> None:

@@ -24,7 +24,7 @@ from clusterddp.errors import TrainingError
 from clusterddp.files import append_line, read_lines
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.records import MetricsLine
+from clusterddp.run.records import MetricsLine, RateSpread
 from clusterddp.training.paces import StepTimer
 
 if TYPE_CHECKING:
@@ -102,7 +102,10 @@ class Lines:
             log.info(f"epoch {epoch} step {position.step}{' test' * is_test}: {shown}")
             self._printed = self._printed if is_test else self._at
         line: dict[str, Any] = {"kind": kind, "step": position.step, "epoch": epoch, **values}
-        if each := [round(rate, 1) for rate in rates]:
+        each = [round(rate, 1) for rate in rates]
+        if spread := RateSpread.of(each):
+            line["rank_spread"] = asdict(spread)
+        elif each:
             line["rank_images_per_second"] = each
         line |= {"seconds": round(position.seconds, 3), "time": round(time.time(), 3)}
         self._file.write(line)
@@ -166,8 +169,10 @@ class Journal:
         if self._board:
             self._board.add(line)
         content = asdict(line)
-        if line.tested:
+        if line.tested or line.rank_spread:
             del content["rank_images_per_second"]
+        if not line.rank_spread:
+            del content["rank_spread"]
         self._file.write(content)
 
     def step(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from clusterddp.preflight import evaluation
 from clusterddp.preflight.evaluation import LoadMeasurements, Node, NodeMeasurements, Pair, evaluate
+from tests.counting import count_calls
 
 GIB = 2.0**30
 GOOD = NodeMeasurements(memory=60 * GIB, disk="/tmp", disk_free=9 * GIB, shm_free=9 * GIB)
@@ -198,6 +199,14 @@ def test_the_better_of_two_exchanges_counts() -> None:
     former = {"a": Pair(1, 5.0, 1.0), "b": Pair(2, error="timed out"), "c": Pair(3, 1.0, 1.0)}
     latter = {"a": Pair(1, 2.0, 3.0), "b": Pair(2, 4.0, 4.0)}
     assert evaluation.best_pairs(former, latter) == {"a": Pair(1, 5.0, 3.0), "b": Pair(2, 4.0, 4.0)}
+
+
+def test_eight_times_the_nodes_take_not_much_more_than_eight_times_the_work() -> None:
+    def work(count: int) -> int:
+        several = pairs(nodes(count), sends_slowly("h3"))
+        return count_calls(lambda: evaluation.table(several, {}, evaluate(several, {})))
+
+    assert work(512) < 14 * work(64)  # each meets log2 of them; the square is 64 times
 
 
 def test_the_table_has_a_row_for_each_node() -> None:

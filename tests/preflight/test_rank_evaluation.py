@@ -1,5 +1,6 @@
 """The judgement on nodes, from what their ranks have measured inside a training."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -167,3 +168,22 @@ def test_the_table_has_a_row_for_each_node_with_its_slowest_rank() -> None:
     assert rows[3][-1] == ""
     alone = ranks(1)
     assert rank_table(alone, {})[1][1:6] == ("0", "cpu", "right", "50.0 GFLOP/s", "-")
+
+
+class _Passed(list[RankMeasurements]):
+    """Ranks, and how often all of them have been gone through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[RankMeasurements]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_the_ranks_are_gone_through_as_often_however_many_they_are() -> None:
+    def passes(nodes: int) -> int:
+        several = _Passed(slow_links(ranks(nodes, each=2), 3))
+        rank_table(several, evaluate_ranks(several, nccl=False).failed)
+        return several.passes
+
+    assert passes(64) == passes(8)

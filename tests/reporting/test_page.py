@@ -9,11 +9,12 @@ import re
 import stat
 import threading
 from html.parser import HTMLParser
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from clusterddp.reporting import plots
+from clusterddp.run.records import RateSpread
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_reports import achieve, attempt, measure
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
@@ -178,6 +179,21 @@ def test_many_ranks_are_a_band_with_the_slowest_named(workplace: Workplace) -> N
     assert "20 ranks: median, with a band from slowest to fastest" in page.text
     assert "rank 0 on h01 (slowest)" in page.text
     assert "The 16 slowest of 20 ranks." in page.text
+
+
+def test_very_many_ranks_are_drawn_from_their_spread(workplace: Workplace) -> None:
+    run = workplace.run("one", *DONE)
+    achieve(run, ranks=[], world_size=100)
+    spread = dataclasses.asdict(
+        cast(RateSpread, RateSpread.of([500.0] + [1000.0 + at for at in range(99)]))
+    )
+    lines = [{"kind": "train", "step": step, "rank_spread": spread} for step in (10, 20)]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    _, page = write(workplace)
+    assert "100 ranks: median, with a band from slowest to fastest" in page.text
+    assert "rank 0 (slowest)" in page.text
+    assert "rank 0: 500 images/s, 48% of the other ranks' median, 1,049" in page.text
+    assert "add up" not in page.text
 
 
 def only_lines(run: RunDir, *kinds: str) -> None:

@@ -1,8 +1,9 @@
 """What a report concludes from a run's records: stragglers, paces, comparisons."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,9 +14,10 @@ from clusterddp.reporting.gather import (
     read_evaluation,
     read_points,
     stragglers,
+    usual_of_many,
 )
 from clusterddp.reporting.plots import scalings
-from clusterddp.run.records import EvaluationRecord, RankReport, Report
+from clusterddp.run.records import EvaluationRecord, RankRate, RankReport, RateSpread, Report
 from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus
 from tests.hostile import CARRIED, REFUSED
@@ -50,7 +52,34 @@ def test_a_ranks_pace_is_its_median_since_the_ranks_are_as_many(tmp_path: Path) 
         for step, row in enumerate(rows)
     ]
     path.write_text("\n".join([*lines, '{"kind": "eval", "step": 9}', '{"kind": "tra']))
-    assert rank_rates(read_points(path)) == [25.0, 200.0]
+    assert rank_rates(read_points(path)) == {0: 25.0, 1: 200.0}
+
+
+def test_of_many_ranks_those_that_are_often_the_slowest_are_known(tmp_path: Path) -> None:
+    """And a straggler is told from the median of all, which the others named here are far below."""
+    rates = [900.0 + rank / 10 for rank in range(4096)]
+    rows = [[*rates[:7], 100.0, *rates[8:]], [*rates[:7], 120.0, *rates[8:]], rates, rates]
+    rows[3] = [*rates[:4000], 1.0, *rates[4001:]]  # once
+    path = tmp_path / "metrics.jsonl"
+    for step, row in enumerate(rows):
+        spread = {"rank_spread": asdict(cast(RateSpread, RateSpread.of(row)))}
+        line = json.dumps({"kind": "train", "step": step, **spread})
+        assert len(line) < 700
+        with path.open("a") as file:
+            file.write(f"{line}\n")
+    points = read_points(path)
+    assert points[0].rank_spread == RateSpread.of(rows[0])
+    known = rank_rates(points)
+    assert known == {**{rank: rates[rank] for rank in range(7)}, 7: 120.0}
+    found = stragglers([RankReport(*each) for each in known.items()], usual_of_many(points))
+    assert [(one.rank, one.median_of_others) for one in found] == [(7, 1104.8)]
+
+
+def test_of_64_ranks_each_ones_rate_is_recorded() -> None:
+    assert RateSpread.of([1.0] * 64) is None
+    assert RateSpread.of([float(rank) for rank in range(65)]) == RateSpread(
+        65, 0.0, 32.0, 64.0, tuple(RankRate(rank, float(rank)) for rank in range(8))
+    )
 
 
 def test_mistakes_are_told_the_most_common_first() -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from clusterddp.checkpoints.state import Position
 from clusterddp.files import read_json_lines
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt, begin, copy_history
-from clusterddp.run.records import MetricsLine
+from clusterddp.run.records import MetricsLine, RateSpread
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import metrics
 from clusterddp.training.loop import train
@@ -53,6 +54,28 @@ def test_a_line_in_the_log_and_one_in_the_file(run: Attempt, logged: list[str]) 
     ]
     kinds = [(line["kind"], line["step"], line["seconds"]) for line in read_json_lines(run.metrics)]
     assert kinds == [("train", 3, 1.5), ("eval", 3, 1.5)]
+
+
+def test_a_line_names_the_rates_of_at_most_64_ranks(run: Attempt) -> None:
+    """Of the built-in training and of a Loop alike."""
+    timer = StepTimer(ExchangeWait(torch.device("cpu")), 0)
+    journal = Journal(TrainConfig(), run, 0, Position(), 10)
+    lines = metrics.Lines(run.metrics, 1, Position(3), lambda: 1, timer)
+    for count in (64, 65):
+        timer.rates = [float(rank) for rank in range(count)]
+        spread = RateSpread.of(timer.rates)
+        each = () if spread else tuple(timer.rates)
+        journal.add(replace(train_line(3), rank_images_per_second=each, rank_spread=spread))
+        lines.write("train", {"loss": 1.0}, timer.rates)
+    journal.close()
+    written = [*read_json_lines(run.metrics)]
+    named = ("rank_images_per_second", "rank_spread")
+    assert [[name for name in named if name in line] for line in written] == [
+        *[["rank_images_per_second"]] * 2,
+        *[["rank_spread"]] * 2,
+    ]
+    assert written[0][named[0]] == written[1][named[0]] == [float(rank) for rank in range(64)]
+    assert written[2][named[1]] == written[3][named[1]]
 
 
 def test_other_ranks_log_and_write_nothing(run: Attempt, logged: list[str]) -> None:

@@ -19,7 +19,7 @@ CONFIG = TrainConfig(data_dir="/a|b `c`")
 
 def train(step: int, loss: float = 0.5, kind: str = "train") -> MetricsLine:
     rate, seconds, at = 1234.0, 1.5, 1000.0 + step
-    return MetricsLine(kind, step, 1, loss, 0.75, 0.01, rate, (rate,), seconds, at)
+    return MetricsLine(kind, step, 1, loss, 0.75, 0.01, rate, (rate,), None, seconds, at)
 
 
 def evaluation(step: int) -> MetricsLine:
