@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from clusterddp.request.train_config import TrainConfig
     from clusterddp.status.status import RunStatus
 
+_archive = getattr(__spec__.loader, "archive", "")
+if _archive:  # zipimport's loader, of a run's bundle
+    from clusterddp.archive import serve
+
+    serve(_archive)
+
 __all__ = ["ClusterDDPError", "DistEnv", "JobSpec", "RequestError", "Resources", "Run", "RunStatus"]
 __all__ += ["TrainConfig", "TrainingError", "__version__"]
 __all__ += ["launch", "render", "runs", "submit"]

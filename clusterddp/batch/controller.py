@@ -333,7 +333,7 @@ class Controller:
             self._attempt = begin_attempt(
                 JobStart(self._run, self._job_id, self._restart, nodelist),
                 spec.max_requeues,
-                spec.program.options.get("rendezvous_timeout", polling.OTHER_ATTEMPT_SECONDS),
+                spec.program.options.get("rendezvous_timeout") or polling.OTHER_ATTEMPT_SECONDS,
                 code_changes,
                 idle,
                 spec.resources.nodes if self._allocation else 0,

@@ -102,6 +102,7 @@ TIMED_INTERVAL = Form(
     f"{_COUNTED}|(?=.*[1-9]){formatting.DURATION}", "interval", "1epoch, 500steps, 30s, 10m or 1h"
 )
 
+_RENDEZVOUS_SECONDS, _RENDEZVOUS_SECONDS_PER_NODE = 300.0, 0.5
 _BINDINGS = ("node", "socket", "exclusive", "core-complex")
 
 
@@ -210,7 +211,12 @@ class TrainConfig(Record):
     tensorboard: bool = option(False, "Also write metrics for TensorBoard.")
     find_batch_size: bool = option(False, "Time batch sizes and exit without training.")
     allow_config_change: bool = option(False, "Resume despite a changed configuration.")
-    rendezvous_timeout: float = option(300, "Time to wait for all ranks.", DURATION)
+    rendezvous_timeout: float | None = option(
+        None,
+        "Time to wait for all ranks.",
+        DURATION,
+        shown="5m, and 0.5s more per node",
+    )
     process_group_timeout: float = option(600, "Timeout of collectives.", DURATION)
     straggler_window: float = option(
         60,
@@ -274,6 +280,16 @@ class TrainConfig(Record):
         """
         factors = {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}
         return self.lr * float(factors[self.lr_scaling])
+
+    def rendezvous_seconds(self, nodes: int) -> float:
+        """Return the time to wait for all ranks of this number of nodes, in seconds.
+
+        Nodes start slower the more of them import torch from one file system: 36,000 requests for
+        metadata per node (counted with strace), of which a server answers some 72,000 per second.
+        """
+        if self.rendezvous_timeout is not None:
+            return self.rendezvous_timeout
+        return _RENDEZVOUS_SECONDS + _RENDEZVOUS_SECONDS_PER_NODE * nodes
 
     @property
     def step_size(self) -> int:
@@ -351,7 +367,7 @@ class TrainConfig(Record):
             row.flag if value is True else f"{row.flag}={row.text(value)}"
             for row, value in fields
             if value is not False
-            and value != ""
+            and value not in ("", None)
             and (defaults or value != getattr(TrainConfig, row.parameter))
         ]
         if defaults or self.hang_timeout != TrainConfig.hang_timeout:

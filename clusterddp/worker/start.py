@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from clusterddp import files, log
+from clusterddp import files, log, polling
 from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints.catalog import Best
 from clusterddp.checkpoints.state import Content
@@ -57,7 +57,8 @@ def settle_attempt(
     with writing(f"the run directory {run.path}", "Choose a directory that this host can write."):
         run.make(run.attempts)
         resumable.record_request(run, terms.world_size, terms.hosts, train=config)
-        job_id, patience = environ.get("SLURM_JOB_ID", ""), config.rendezvous_timeout
+        job_id = environ.get("SLURM_JOB_ID", "")
+        patience = config.rendezvous_timeout or polling.OTHER_ATTEMPT_SECONDS
         attempt = resumable.take_attempt(run, number, job_id, patience)
         origin = _choose_checkpoint(config, attempt, recorded, terms.world_size, data_sha256)
         agreement.check_precision(config, origin.precision, infos)

@@ -126,7 +126,7 @@ def _run(task: _Task) -> int:
         store = rendezvous.open_store(
             env,
             os.environ,
-            config.rendezvous_timeout,
+            config.rendezvous_seconds(env.num_nodes),
             bound=bound,
             answered=lambda: lookups is None or lookups.master_answered,
         )

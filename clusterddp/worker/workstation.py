@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from clusterddp import log, version
+from clusterddp import log, polling, version
 from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -112,7 +112,9 @@ def train(
         gpus = config.device != "cpu" and (has_nvidia_driver() or AMD_DEVICE.exists())
         container = replace(container, gpus=gpus)
     run.make(run.logs)
-    attempts.wait_until_inactive(run, "", config.rendezvous_timeout)
+    attempts.wait_until_inactive(
+        run, "", config.rendezvous_timeout or polling.OTHER_ATTEMPT_SECONDS
+    )
     attempt = attempts.begin(run)
     write_attempt_dividers(attempt, "")
     with TaskGroup() as group, _stopping(group, attempt, by_mark=bool(container)) as relay:

@@ -393,7 +393,7 @@ def test_every_training_field_is_on_the_command_line() -> None:
     assert "--data-dir=/a b" in argv
     bare = [field.name for field in dataclasses.fields(TrainConfig) if field.type is bool]
     assert len(argv) == len(TrainConfig.__dataclass_fields__) - len(
-        ["recipe", "init-from", "profile", *bare]
+        ["recipe", "init-from", "profile", "rendezvous-timeout", *bare]
     )
     for name in ("allow_config_change", *bare):
         assert f"--{name.replace('_', '-')}" in TrainConfig(**{name: True}).to_argv()

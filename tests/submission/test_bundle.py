@@ -458,3 +458,40 @@ def test_ranks_on_a_workstation_run_the_same_file(
         folder=tmp_path,
     )
     assert "done: test accuracy" in words
+
+
+_OPENED = """
+import os, sys
+
+def hook(event, arguments):
+    if event == "open" and "clusterddp-" in str(arguments[0]):
+        os.write(2, b"opened\\n")
+
+sys.addaudithook(hook)
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import runpy; sys.argv = [OWN, 'env']; runpy.run_path(OWN, run_name='__main__')",
+        "sys.path.append(OWN); from clusterddp.loop import Loop; print('rank')",
+    ],
+    ids=["its own program", "a command's loop"],
+)
+def test_the_file_is_read_once_and_not_for_each_module(
+    carried: RunDir, bare: Path, code: str
+) -> None:
+    code = f"OWN = {str(carried.bundle.resolve())!r}{_OPENED}{code}"
+    text = said(bare, "-c", code)
+    assert "rank" in text
+    assert 0 < text.count("opened") <= 16  # zipimport: 60 and more
+
+
+def test_a_traceback_shows_the_sources_of_a_file_that_was_read_once(
+    carried: RunDir, bare: Path
+) -> None:
+    code = f"import sys; sys.path.append({str(carried.bundle.resolve())!r}); "
+    code += "from clusterddp.slurm import forms; forms.expand_nodelist('a[')"
+    text = said(bare, "-c", code, code=1)
+    assert "raise RequestError" in text or "raise SlurmError" in text, text

@@ -78,8 +78,9 @@ def command(
         # The variables of a surrounding job do not describe this rank.
         change_environment({}, without=dist_env.foreign_variables(os.environ))
         if env.world_size > 1:
+            patience = setting(config.rendezvous_seconds(env.num_nodes))
             click.echo(
-                f"clusterddp: rank {env.rank} waits up to {setting(config.rendezvous_timeout)} for "
+                f"clusterddp: rank {env.rank} waits up to {patience} for "
                 f"all {env.world_size} at {env.master_addr}:{env.master_port}",
                 err=True,
             )
