@@ -28,21 +28,21 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 40_260, 31_500),
-    Row("modules", 207, 185),
+    Row("code lines", 40_340, 31_500),
+    Row("modules", 208, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
     Row(f"{_ENTERED}a submission", 34, 24),
-    Row(f"{_ENTERED}the batch process", 34, 22),
-    Row(f"{_ENTERED}rank 0", 51, 42),
-    Row(f"{_ENTERED}another rank", 48, 36),
-    Row(f"{_ENTERED}a COMMAND's task", 20, 16),
+    Row(f"{_ENTERED}the batch process", 35, 22),
+    Row(f"{_ENTERED}rank 0", 52, 42),
+    Row(f"{_ENTERED}another rank", 49, 36),
+    Row(f"{_ENTERED}a COMMAND's task", 21, 16),
     Row("places that ask for a run's kind", 20, 20),
-    Row("lines of tests", 63_500, 50_000),
+    Row("lines of tests", 63_530, 50_000),
     Row("lines of the rendered script", 27, 27),
     Row("dry run: calls of functions", 21_000, 18_000),
     Row("dry run: modules", 34, 34),
-    Row("dry run: bytes of bytecode", 612_500, 500_000),
+    Row("dry run: bytes of bytecode", 613_500, 500_000),
 )
 """A dry run's costs are those beyond importing click and jinja2, as Python 3.11 has them."""
 
