@@ -215,7 +215,7 @@ class TrainConfig(Record):
         None,
         "Time to wait for all ranks.",
         DURATION,
-        shown="5m, and 0.5s more per node",
+        shown="5m, and 0.5s per further node",
     )
     process_group_timeout: float = option(600, "Timeout of collectives.", DURATION)
     straggler_window: float = option(
@@ -289,7 +289,7 @@ class TrainConfig(Record):
         """
         if self.rendezvous_timeout is not None:
             return self.rendezvous_timeout
-        return _RENDEZVOUS_SECONDS + _RENDEZVOUS_SECONDS_PER_NODE * nodes
+        return _RENDEZVOUS_SECONDS + _RENDEZVOUS_SECONDS_PER_NODE * (nodes - 1)
 
     @property
     def step_size(self) -> int:

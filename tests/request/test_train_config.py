@@ -149,7 +149,7 @@ def test_a_dry_run_shows_the_recipe_with_what_was_given_beside_it(
 
 def test_ranks_of_more_nodes_are_awaited_longer_unless_a_time_is_given() -> None:
     usual = TrainConfig()
-    assert usual.rendezvous_seconds(1) == 300.5
-    assert usual.rendezvous_seconds(512) == 556
+    assert usual.rendezvous_seconds(1) == 300
+    assert usual.rendezvous_seconds(512) == 555.5
     assert TrainConfig(rendezvous_timeout=20).rendezvous_seconds(512) == 20
     assert not [word for word in usual.to_argv() if "rendezvous" in word]
