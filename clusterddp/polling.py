@@ -68,6 +68,8 @@ NOTIFY_PROGRAM_SECONDS = 60.0
 """Timeout of the program given by --notify."""
 NOTIFY_PROGRAM_EXIT_SECONDS = 5.0
 """Time between TERM and KILL when it times out."""
+GPU_RELEASE_SECONDS, GPU_RELEASE_POLL_SECONDS = 6.0, 0.5
+"""Time for the driver to release the memory of processes that have just ended."""
 CHILD_POLL_SECONDS = 0.01
 """Poll interval of a local process or file, which is cheap."""
 SIGNAL_SECONDS = 0.3

@@ -41,7 +41,7 @@ CLOCK_SECONDS = 5.0
 """Limit of a clock's difference from the median of at least three clocks."""
 NO_ANSWER = "no answer"
 """Prefix of the reason for a node that never answered."""
-_SLOWNESS = {"other load", "link speed", "slow transfers"}
+_SLOWNESS = {*("other load", "link speed", "GPU links", "InfiniBand", "slow transfers")}
 """Checks whose failure slows a training down but does not break it."""
 _TRANSIENT = {*("other load", "unreachable", "slow transfers", "slow products", "slow all-reduces")}
 """Checks that a node can fail because of a short burst of load."""
@@ -62,6 +62,16 @@ class NodeMeasurements:
     """GPUs that NVML reaches; -1 without NVML."""
     gpu_fault: str = ""
     """Fault of a GPU: no answer, errors or a slowdown."""
+    memory_fault: str = ""
+    """GPUs whose memory is in use before the job."""
+    fabric_fault: str = ""
+    """GPUs that are not registered with their NVSwitches."""
+    link_fault: str = ""
+    """GPUs with fewer PCIe lanes than possible, or fewer NVLinks than the node's other GPUs."""
+    nvlinks: float = -1.0
+    """Smallest number of NVLinks that are up on a GPU that has any."""
+    max_nvlinks: float = -1.0
+    """NVLinks of such a GPU."""
     memory: float = -1.0
     """Available bytes, within the limits of its control groups."""
     memory_asked: float = -1.0
@@ -82,6 +92,10 @@ class NodeMeasurements:
     """Hard limit of open files, at most 65,536."""
     locked_bytes: float = -1.0
     """Soft limit of locked memory on a node with InfiniBand; -1 without InfiniBand or limit."""
+    ports: Mapping[str, float] = field(default_factory=dict)
+    """Rate of each InfiniBand port in Gbit/s, 0 if it is not active."""
+    port_states: Mapping[str, str] = field(default_factory=dict)
+    """States of the ports that are not active."""
 
 
 @dataclass(frozen=True)
@@ -171,11 +185,15 @@ def evaluate(nodes: Sequence[Node], unresponsive: Mapping[str, str]) -> Result:
     for what, check in _CHECKS.items():
         found[what] = [(node.host, why) for node in nodes if (why := check(node, all_nodes))]
     found |= {"unreachable": _unreachable(nodes), "slow transfers": _slow(nodes)}
+    found |= {"GPU links": _gpu_links(nodes), "InfiniBand": _infiniband(nodes)}
     return _result(len(nodes) + len(unresponsive), found, partial(_unexplained, nodes))
 
 
 def low_limits(nodes: Sequence[Node], ranks: int) -> tuple[str, ...]:
-    """Return a remark on each limit that is too low for a job of `ranks`; no node fails by it."""
+    """Return a remark on each limit that is too low for a job of `ranks`, and on slow ports.
+
+    No node fails by them.
+    """
     hosts: dict[str, list[str]] = {}
     for node in nodes:
         for text in (
@@ -183,6 +201,9 @@ def low_limits(nodes: Sequence[Node], ranks: int) -> tuple[str, ...]:
             hardware.too_little_locked(node.own.locked_bytes),
         ):
             hosts.setdefault(text, []).append(node.host)
+    for node, port, rate, usual in _below(nodes, lambda each: each.ports):
+        if rate > LINK_SPEED_SHARE * usual:
+            hosts.setdefault(_port(node, port, usual), []).append(node.host)
     return tuple(
         f"{join_limited(named, _FEW, ', ')}: {text}" for text, named in hosts.items() if text
     )
@@ -408,6 +429,14 @@ def _gpus(node: Node, nodes: _All) -> str:
     return own.gpu_fault
 
 
+def _gpu_memory(node: Node, _: _All) -> str:
+    return node.own.memory_fault
+
+
+def _gpu_fabric(node: Node, _: _All) -> str:
+    return node.own.fabric_fault
+
+
 def _memory(node: Node, nodes: _All) -> str:
     own, asked = node.own.memory, node.own.memory_asked
     others, usual = nodes.memory.without(own)
@@ -460,6 +489,8 @@ def _loaded(node: Node, nodes: _All) -> str:
 
 _CHECKS: dict[str, Callable[[Node, _All], str]] = {
     "GPUs": _gpus,
+    "GPU memory": _gpu_memory,
+    "GPU fabric": _gpu_fabric,
     "memory": _memory,
     "local disk": _disk,
     "/dev/shm": _shm,
@@ -467,6 +498,47 @@ _CHECKS: dict[str, Callable[[Node, _All], str]] = {
     "link speed": _interface,
     "other load": _loaded,
 }
+
+
+def _gpu_links(nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
+    """Yield faults of GPUs' links, and GPUs with fewer NVLinks than such GPUs on other nodes."""
+    for node in nodes:
+        if node.own.link_fault:
+            yield node.host, node.own.link_fault
+    for node, _, up, usual in _below(nodes, lambda each: {each.max_nvlinks: each.nvlinks}):
+        yield node.host, f"a GPU has {up:g} NVLinks up; on other nodes: {usual:g}"
+
+
+def _infiniband(nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
+    """Yield the ports that are down, or have a quarter of other nodes' rate or less."""
+    for node, port, rate, usual in _below(nodes, lambda each: each.ports):
+        if rate <= LINK_SPEED_SHARE * usual:
+            yield node.host, _port(node, port, usual)
+
+
+def _port(node: Node, port: str, usual: float) -> str:
+    rate = node.own.ports[port]
+    state = f"{rate:g} Gbit/s" if rate else node.own.port_states.get(port, "down")
+    return f"InfiniBand port {port}: {state}; on other nodes: {usual:g} Gbit/s"
+
+
+def _below(
+    nodes: Sequence[Node], measure: Callable[[NodeMeasurements], Mapping[K, float]]
+) -> Iterator[tuple[Node, K, float, float]]:
+    """Yield node, name, value and usual value if the value is below that of most nodes.
+
+    measure: values of a node by name, such as a port, which is the same on all nodes. With two
+    nodes, the lower value is the usual one.
+    """
+    values: dict[K, list[float]] = {}
+    for node in nodes:
+        for name, value in measure(node.own).items():
+            values.setdefault(name, []).append(value)
+    usual = {name: statistics.median_low(each) for name, each in values.items()}
+    for node in nodes:
+        for name, value in measure(node.own).items():
+            if value < usual[name]:
+                yield node, name, value, usual[name]
 
 
 def _unreachable(nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:

@@ -4,9 +4,13 @@ Names, numbers and structures come from nvml.h (NVIDIA's NVML API Reference Guid
 GPU: the tests use a fake library.
 """
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from clusterddp.preflight import gpu_state
+from clusterddp.preflight.gpu_state import Reading
 
 LIBRARY = "libnvidia-ml.so.1"
 _NOT_FOUND = 6
@@ -42,41 +46,74 @@ def check(granted: int, visible: Sequence[str], library: Any = None) -> tuple[in
     if not granted:
         return -1, ""
     try:
+        with _started(library) as (nvml, count):
+            names = _names(count, granted, visible)
+            if not names:
+                return granted, ""
+            faults = [(name, _fault(nvml, name)) for name in names]
+    except OSError as error:
+        return -1, str(error)
+    lost = sum(fault.startswith("does not answer") for _, fault in faults)
+    return len(names) - lost, "; ".join(f"GPU {n} {fault}" for n, fault in faults if fault)
+
+
+def inspect(granted: int, visible: Sequence[str], library: Any = None) -> dict[str, Reading]:
+    """Return the figures of the job's GPUs that answer, as `check` chooses them, by their names."""
+    readings = {}
+    with contextlib.suppress(OSError), _started(library) as (nvml, count):
+        for name in _names(count, granted, visible):
+            device, code = _device(nvml, name)
+            if not code:
+                readings[name] = gpu_state.read(nvml, device)
+    return readings
+
+
+@contextlib.contextmanager
+def _started(library: Any) -> Iterator[tuple[Any, int]]:
+    """Start NVML and yield it with its number of GPUs. Raises OSError with the reason if absent."""
+    try:
         nvml = library or ctypes.CDLL(LIBRARY)
     except OSError as error:
-        return -1, f"no NVML: {error}"
+        raise OSError(f"no NVML: {error}") from None
     if code := nvml.nvmlInit_v2():
-        return -1, f"NVML does not start (nvmlInit_v2: {code})"
+        raise OSError(f"NVML does not start (nvmlInit_v2: {code})")
     try:
         count = ctypes.c_uint()
         if code := nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return -1, f"NVML counts no GPUs (nvmlDeviceGetCount_v2: {code})"
-        names = [str(number) for number in range(count.value)]
-        if count.value > granted or any(name.startswith("MIG-") for name in visible):
-            uuids = [name for name in visible if name.startswith(("GPU-", "MIG-"))]
-            names = [name for name in names if name in visible] + uuids
-            if not names:
-                return granted, ""
-        faults = [(name, _fault(nvml, name)) for name in names]
-        lost = sum(fault.startswith("does not answer") for _, fault in faults)
-        return len(names) - lost, "; ".join(f"GPU {n} {fault}" for n, fault in faults if fault)
+            raise OSError(f"NVML counts no GPUs (nvmlDeviceGetCount_v2: {code})")
+        yield nvml, count.value
     finally:
         nvml.nvmlShutdown()
+
+
+def _names(count: int, granted: int, visible: Sequence[str]) -> list[str]:
+    """Return the numbers or UUIDs of the job's GPUs; none if unknown. count: GPUs that NVML has."""
+    names = [str(number) for number in range(count)]
+    if count > granted or any(name.startswith("MIG-") for name in visible):
+        uuids = [name for name in visible if name.startswith(("GPU-", "MIG-"))]
+        return [name for name in names if name in visible] + uuids
+    return names
+
+
+def _device(nvml: Any, name: str) -> tuple[ctypes.c_void_p, int]:
+    """Return NVML's handle of a GPU, and NVML's error. name: its number or UUID."""
+    device = ctypes.c_void_p()
+    if name.isdigit():
+        return device, nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(device))
+    return device, nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device))
 
 
 def _fault(nvml: Any, name: str) -> str:
     """Return the faults of a GPU; queries that it does not support are skipped.
 
-    name: its number or UUID. For a UUID, only NOT_FOUND concerns this GPU: NVML reports a lost GPU
-    (15) for any GPU on the node, and may not know a part of a GPU or a shortened UUID.
+    For a UUID, only NOT_FOUND concerns this GPU: NVML reports a lost GPU (15) for any GPU on the
+    node, and may not know a part of a GPU or a shortened UUID.
     """
-    device = ctypes.c_void_p()
-    if name.isdigit():
-        if code := nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(device)):
-            return f"does not answer (NVML {code})"  # 15: it fell off the bus
-    elif code := nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device)):
+    device, code = _device(nvml, name)
+    if code:
         is_gone = code == _NOT_FOUND and name.startswith("GPU-") and len(name) == _WHOLE_UUID
-        return f"does not answer (NVML {code})" if is_gone else ""
+        # 15: it fell off the bus
+        return f"does not answer (NVML {code})" if name.isdigit() or is_gone else ""
     faults = []
     errors = ctypes.c_ulonglong()
     failed = nvml.nvmlDeviceGetTotalEccErrors(device, _UNCORRECTED, _VOLATILE, ctypes.byref(errors))

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp import polling
 from clusterddp.preflight.collector import Lines, listen
 from clusterddp.preflight.evaluation import LoadMeasurements, NodeMeasurements, Pair
 from clusterddp.processes import hardware
@@ -43,7 +44,6 @@ _SPIN_PAUSE_SECONDS = 0.1
 _CHUNK = bytes(64 << 10)
 _SIOCGIFADDR = 0x8915
 _SYSFS_NET = Path("/sys/class/net")
-_SYSFS_INFINIBAND = Path("/sys/class/infiniband")
 
 
 class Unreachable(OSError):
@@ -112,6 +112,39 @@ def measure_with_peers(
     return LoadMeasurements(spin, interface, *_link(interface)), pairs
 
 
+def measure_gpus(environ: Mapping[str, str], granted: int) -> NodeMeasurements:
+    """Check this node's GPUs. Memory in use counts if it stays in use for some seconds.
+
+    granted: the job's GPUs on this node.
+    """
+    if not granted:
+        return NodeMeasurements()
+    try:
+        from clusterddp.preflight import gpu_state, gpus
+    except ImportError as error:  # a Python built without libffi has no ctypes
+        return NodeMeasurements(gpus_granted=granted, gpu_fault=f"no NVML: {error}")
+    visible, job = environ.get("CUDA_VISIBLE_DEVICES", "").split(","), environ.get("SLURM_JOB_ID")
+
+    def held() -> str:
+        return gpu_state.held_memory(gpus.inspect(granted, visible), job or "")
+
+    within, every = polling.GPU_RELEASE_SECONDS, polling.GPU_RELEASE_POLL_SECONDS
+    polling.wait_until(lambda: not held(), within, every=every)  # the last job may just have ended
+    seen, fault = gpus.check(granted, visible)
+    readings = gpus.inspect(granted, visible)
+    linked = [gpu for gpu in readings.values() if gpu.nvlinks > 0]
+    return NodeMeasurements(
+        gpus_granted=granted,
+        gpus_seen=seen,
+        gpu_fault=fault,
+        memory_fault=gpu_state.held_memory(readings, job or ""),
+        fabric_fault=gpu_state.fabric_fault(readings),
+        link_fault=gpu_state.link_fault(readings),
+        nvlinks=min((gpu.nvlinks for gpu in linked), default=-1),
+        max_nvlinks=max((gpu.max_nvlinks for gpu in linked), default=-1),
+    )
+
+
 def quickest_spin(spins: int) -> float:
     """Return the duration of the fastest of several loops, since a burst of load may miss one."""
     quickest = float("inf")
@@ -125,30 +158,21 @@ def quickest_spin(spins: int) -> float:
     return quickest
 
 
-def _check_gpus(granted: int, visible: Sequence[str]) -> tuple[int, str]:
-    try:
-        from clusterddp.preflight import gpus
-    except ImportError as error:  # a Python built without libffi has no ctypes
-        return -1, f"no NVML: {error}" if granted else ""
-    return gpus.check(granted, visible)
-
-
 def _measure(
     environ: Mapping[str, str], granted: int, report: Callable[[str], None]
 ) -> NodeMeasurements:
     """Measure this node. report: takes the name of each step that may hang, before the step."""
     report("the check of its GPUs")
-    seen, gpu_fault = _check_gpus(granted, environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
+    measured = measure_gpus(environ, granted)
     free, asked = hardware.free_bytes(), environ.get("SLURM_MEM_PER_NODE", "")
     disk = environ.get("TMPDIR") or "/tmp"
     report(f"the check of its local disk {disk}")
     disk_free, disk_fault = _try_directory(disk)
     report("the check of /dev/shm")
     shm_free, shm_fault = _try_directory("/dev/shm")
-    return NodeMeasurements(
-        gpus_granted=granted,
-        gpus_seen=seen,
-        gpu_fault=gpu_fault,
+    ports, port_states = infiniband_ports()
+    return dataclasses.replace(
+        measured,
         memory=-1.0 if free is None else float(free),
         memory_asked=float(asked) * 2**20 if asked.isdigit() and asked != "0" else -1.0,
         disk=disk,
@@ -157,14 +181,39 @@ def _measure(
         shm_free=shm_free,
         shm_fault=shm_fault,
         open_files=hardware.open_files(),
-        locked_bytes=hardware.locked_bytes() if _has_infiniband() else -1.0,
+        locked_bytes=hardware.locked_bytes() if ports else -1.0,
+        ports=ports,
+        port_states=port_states,
     )
 
 
-def _has_infiniband() -> bool:
+def infiniband_ports(
+    directory: Path = Path("/sys/class/infiniband"),
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the rate of each InfiniBand or RoCE port in Gbit/s, 0 if it is not active.
+
+    Also returns the states of the ports that are not active. Ports are named `mlx5_0/1`. The files
+    hold `4: ACTIVE`, `5: LinkUp` and `400 Gb/sec (4X NDR)` (Linux, Documentation/ABI/stable/
+    sysfs-class-infiniband).
+    """
+    rates, states = {}, {}
+    for port in sorted(directory.glob("*/ports/*")):
+        name = f"{port.parents[1].name}/{port.name}"
+        state, physical, rate = (_sysfs(port / file) for file in ("state", "phys_state", "rate"))
+        if not state:
+            continue
+        number = _number(rate.partition(" ")[0].encode())
+        rates[name] = number if state.endswith("ACTIVE") else 0.0
+        if not rates[name]:
+            states[name] = f"{state.rpartition(' ')[2]}, {physical.rpartition(' ')[2]}"
+    return rates, states
+
+
+def _sysfs(path: Path) -> str:
+    """Read a short text; empty if that fails."""
     with contextlib.suppress(OSError):
-        return any(_SYSFS_INFINIBAND.iterdir())
-    return False
+        return path.read_text(errors="replace").strip()
+    return ""
 
 
 def _try_directory(directory: str) -> tuple[float, str]:

@@ -73,6 +73,9 @@ def test_good_nodes_pass() -> None:
     [
         ({"gpus_granted": 4, "gpus_seen": 3}, "3 of 4 GPUs answer"),
         ({"gpus_granted": 4, "gpus_seen": 4, "gpu_fault": "GPU 2 is slow"}, "GPU 2 is slow"),
+        ({"memory_fault": "GPU 0: 4.0 GiB in use"}, "GPU 0: 4.0 GiB in use"),
+        ({"fabric_fault": "GPU 0: not yet"}, "GPU 0: not yet"),
+        ({"link_fault": "GPU 0: 8 of 16 PCIe lanes"}, "GPU 0: 8 of 16 PCIe lanes"),
         ({"memory": GIB / 2}, "512 MiB of memory available; median of the others: 60.0 GiB"),
         ({"memory": 20 * GIB, "memory_asked": 50 * GIB}, "20.0 GiB of memory available"),
         ({"disk_fault": "No space left"}, "local disk /tmp: No space left"),
@@ -186,6 +189,50 @@ def test_a_lack_of_nvml_counts_where_others_have_it() -> None:
     for number in range(3):
         own(several, number, gpus_seen=1, gpu_fault="")
     assert evaluate(several, {}).failed == {"h3": "no NVML: x"}
+
+
+def test_fewer_nvlinks_count_beside_two_others_with_such_gpus() -> None:
+    def judged(*up: float, most: float = 18.0) -> Any:
+        several = nodes(len(up))
+        for number, links in enumerate(up):
+            own(several, number, nvlinks=links, max_nvlinks=18.0 if number else most)
+        return evaluate(several, {})
+
+    assert judged(16, 18, 18).failed == {"h0": "a GPU has 16 NVLinks up; on other nodes: 18"}
+    assert judged(16, 18, 18).slow == ("h0",)
+    assert judged(12, 18, 18, most=12) == evaluation.Result()  # another kind of GPU
+    for fine in ((16, 18), (18, 18, 18), (-1, 18, 18), (16, 16, 18, 18)):
+        assert judged(*fine) == evaluation.Result()
+
+
+@pytest.mark.parametrize(
+    ("rates", "failed", "remark"),
+    [
+        ((400.0, 400.0, 400.0), (), ""),
+        ((0.0, 400.0, 400.0), ("h0",), ""),
+        ((100.0, 400.0, 400.0), ("h0",), ""),
+        ((200.0, 400.0, 400.0), (), "h0: InfiniBand port mlx5_0/1: 200 Gbit/s; on other nodes: 400 "
+                                    "Gbit/s"),
+        ((0.0, 400.0), (), ""),  # two nodes do not tell
+        ((0.0, 0.0, 400.0, 400.0), (), ""),  # two kinds of nodes
+        ((200.0, 200.0, 400.0, 400.0), (), ""),
+        ((0.0, 0.0, 0.0), (), ""),  # a port without a cable
+    ],
+)  # fmt: skip
+def test_a_port_is_compared_with_the_same_port_of_other_nodes(
+    rates: tuple[float, ...], failed: tuple[str, ...], remark: str
+) -> None:
+    several = nodes(len(rates))
+    for number, rate in enumerate(rates):
+        states = {} if rate else {"mlx5_0/1": "DOWN, Polling"}
+        own(several, number, ports={"mlx5_0/1": rate, "mlx5_1/1": 400.0}, port_states=states)
+    judged = evaluate(several, {})
+    assert (tuple(judged.failed), judged.slow) == (failed, failed)
+    assert evaluation.low_limits(several, 2) == ((remark,) if remark else ())
+    if failed and not rates[0]:
+        assert judged.failed["h0"] == (
+            "InfiniBand port mlx5_0/1: DOWN, Polling; on other nodes: 400 Gbit/s"
+        )
 
 
 def test_silence_blames_where_two_others_have_answered() -> None:
