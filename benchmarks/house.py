@@ -28,7 +28,7 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 40_570, 31_500),
+    Row("code lines", 40_600, 31_500),
     Row("modules", 209, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),

@@ -201,7 +201,8 @@ def test_fewer_nvlinks_count_beside_two_others_with_such_gpus() -> None:
     assert judged(16, 18, 18).failed == {"h0": "a GPU has 16 NVLinks up; on other nodes: 18"}
     assert judged(16, 18, 18).slow == ("h0",)
     assert judged(12, 18, 18, most=12) == evaluation.Result()  # another kind of GPU
-    for fine in ((16, 18), (18, 18, 18), (-1, 18, 18), (16, 16, 18, 18)):
+    assert judged(-1, 18, 18, most=-1) == evaluation.Result()
+    for fine in ((16, 18), (18, 18, 18), (16, 16, 18, 18)):
         assert judged(*fine) == evaluation.Result()
 
 
