@@ -118,6 +118,18 @@ def count(value: int, noun: str) -> str:
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
+def ranks(numbers: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 0-2, 5`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    text = join_limited(["-".join(map(str, part)) for part in parts], 8, ", ")
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {text}"
+
+
 def join_known(*figures: tuple[str, object]) -> str:
     """Join the known figures, each with its format: `("epoch {}", 3)`."""
     return ", ".join(form.format(value) for form, value in figures if value not in (None, "", "-"))

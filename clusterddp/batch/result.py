@@ -603,8 +603,20 @@ def _remarks(evidence: Evidence, ended: Ended) -> Iterator[tuple[str, str]]:
         yield remark, ended.code
     if ended.cause == Cause.FAILED and (remark := _outside_paths(evidence, reason)):
         yield remark, "CD0320"
+    if ended.cause == Cause.FAILED and (remark := _absent_ranks(evidence)):
+        yield remark, "CD1233"
     if remark := _missing_line(evidence, ended):
         yield remark, ended.code
+
+
+def _absent_ranks(evidence: Evidence) -> str:
+    """Return which ranks the others waited for, by NCCL's flight recorder; empty without dumps."""
+    if not any(each.collectives for each in evidence.outcomes):
+        return ""
+    from clusterddp.run import flight_recorder  # rarely needed
+
+    found = flight_recorder.find_absent(evidence.outcomes)
+    return f"{found} ({evidence.attempt.nccl_trace('R')})" if found else ""
 
 
 def _missing_line(evidence: Evidence, ended: Ended) -> str:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from clusterddp import files, log
-from clusterddp.errors import EXIT_FAILED
+from clusterddp.errors import EXIT_FAILED, EXIT_STOPPED
 from clusterddp.formatting import signal_name
 from clusterddp.processes.table import start_ticks
 from clusterddp.ranks.dist_env import DistEnv
@@ -348,9 +348,19 @@ class TaskRecord:
                 "exit_code": code if code >= 0 else 128 - code,
                 "signal": signal_name(-code) if code < 0 else None,
                 "error": _error_fields(error) if error else None,
+                **self._collectives(code),
             }
             self._write()
         return status
+
+    def _collectives(self, code: int) -> dict[str, object]:
+        """Return the collective calls of a failed rank, if it has dumped the flight recorder."""
+        if not self._attempt or code in (0, EXIT_STOPPED):
+            return {}
+        from clusterddp.run import flight_recorder  # seldom needed
+
+        known = flight_recorder.read_dump(self._attempt.nccl_trace(self._rank))
+        return {"collectives": [vars(each) for each in known]} if known else {}
 
     def record_nested_world(self, world: NestedWorld) -> None:
         """Record that the task's children formed a separate world. Any thread may call it."""

@@ -221,6 +221,27 @@ class NestedWorld:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """Collective call that a failed rank had not completed, from its dump of the flight recorder.
+
+    One for each process group of the rank; without an open call, only `last` is known.
+    """
+
+    group: str
+    """Process group: its number, and its description if it has one."""
+    size: int = 0
+    """Ranks of the group; 0 if unknown."""
+    last: int = 0
+    """Number of the latest call in this group; 0 before the first."""
+    open: int = 0
+    """Number of the earliest call that is not completed; 0 without one."""
+    call: str = ""
+    """That call: `all_reduce [[1048576]] Float`."""
+    place: str = ""
+    """Line of the program that made it: `step (train.py:31)`; empty if unknown."""
+
+
+@dataclass(frozen=True)
 class ReceivedSignal:
     """Latest signal that a task received and did not ignore; one that ends it has precedence."""
 
@@ -279,6 +300,8 @@ class Outcome:
     listened: bool | None = None
     """For rank 0 of a COMMAND with torch: whether it, or any process on MASTER_PORT, listened for
     other ranks; None if not checked."""
+    collectives: tuple[Collective, ...] = ()
+    """Its collective calls, if its end left a dump of the flight recorder."""
 
     @property
     def failed(self) -> bool:

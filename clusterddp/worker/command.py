@@ -51,6 +51,7 @@ def run_command(
     environ: variables of COMMAND; those that identify its attempt are added.
     report_to: comma-separated trackers in which rank 0 continues one run.
     """
+    from clusterddp.run import flight_recorder
     from clusterddp.run.attempt import Attempt, expose_loop
     from clusterddp.run.run_dir import RunDir
     from clusterddp.worker.supervise import ERROR_FILE_VARIABLE, supervise
@@ -58,6 +59,7 @@ def run_command(
     own = Attempt(RunDir(run_dir), attempt) if attempt is not None else None
     if own:  # an agent sets its own file, and reads it
         environ.setdefault(ERROR_FILE_VARIABLE, str(own.error_file(env.rank)))
+        environ.update(flight_recorder.variables(own, environ))
         expose_loop(environ, own)
         if env.rank == 0 and report_to:
             from clusterddp.worker.tracking import expose_tracker

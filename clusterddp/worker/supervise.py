@@ -93,7 +93,7 @@ def supervise(
     run, gil_watch = RunDir(run_dir), GilWatch()
     record, own = record or TaskRecord(run, env, attempt), attempt and Attempt(run, attempt)
     if own:
-        _divide_log(own)
+        _begin_again(own, env.rank)
     memory = MemoryKeeper(environ)
     task = _Forked(child, listen, own.stop if own and is_command else None, record, memory)
     with Relay(SIGNALS, task.pass_on) as relay:
@@ -149,11 +149,13 @@ def _redirect_output(run_dir: Path, env: DistEnv) -> None:
     os.close(descriptor)
 
 
-def _divide_log(attempt: Attempt) -> None:
-    """Write a divider to the log if an agent has restarted the task within its attempt."""
+def _begin_again(attempt: Attempt, rank: int) -> None:
+    """Divide the log if an agent has restarted the task within its attempt; remove its old dump."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if restarts.isdigit() and int(restarts):
         write_restart_divider(attempt.number, os.environ.get("SLURM_JOB_ID", ""), int(restarts))
+        with suppress(OSError):
+            attempt.nccl_trace(rank).unlink(missing_ok=True)
 
 
 def forwards_signals(environ: Mapping[str, str]) -> bool:

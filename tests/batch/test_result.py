@@ -284,6 +284,18 @@ def test_nodes_that_fail_checks_make_no_rank_a_failed_one(
     assert f"no {'step was done' if ranks else 'task has started'}, because a node" in got.out
 
 
+def test_the_rank_that_did_not_come_to_a_collective_call_is_named(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    for rank in range(2):
+        own = {"group": "0", "size": 2, "last": 4 - rank, "open": 0 if rank else 4, "call": "x"}
+        record(run, rank, 134, signal="SIGABRT", collectives=[own])
+    got = finish_attempt(workplace, run, 134)
+    remark = "rank 1 did not join call 4 of NCCL's group 0, x, where rank 0 waited"
+    dumps = run.attempts / "0001" / "nccl-trace-R"
+    assert f"clusterddp: {remark} ({dumps}) [CD1233]\n" in got.out + got.err
+    assert last(run, "ended")["remark"] == f"{remark} ({dumps})"
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_worlds_that_the_tasks_children_formed_are_named(workplace: Workplace, code: int) -> None:
     run = command_run(workplace)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from clusterddp.run.attempt import begin
+from clusterddp.run.outcome import read_outcome
 from clusterddp.run.run_dir import RunDir
+from tests.run.test_flight_recorder import dump, entry
 from tests.waiting import wait_for
 
 # A task's process: what it runs stands between the environment and the call.
@@ -452,6 +454,23 @@ def test_an_attempts_record_lies_with_the_attempt(task: Any, tmp_path: Path) -> 
     assert started.end() == 3
     assert json.loads((made.outcomes / "rank-0.json").read_text())["exit_code"] == 3
     assert not started.run.outcomes.exists()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_calls_in_a_failed_ranks_dump_are_recorded(
+    task: Any, tmp_path: Path, code: int
+) -> None:
+    made = begin(RunDir(tmp_path / "run"))
+    dump(made.nccl_trace(0), entry(4, "started"))
+    started = task(
+        "import clusterddp.worker.supervise\n"
+        "supervise = lambda *a: clusterddp.worker.supervise.supervise(*a, attempt=1)\n"
+        f"child = lambda: {code}"
+    )
+    assert started.end() == code
+    known = read_outcome(made.outcomes, 0)
+    assert known is not None
+    assert [each.open for each in known.collectives] == ([4] if code else [])
 
 
 def test_a_full_disk_under_the_log_does_not_keep_the_parent_from_its_record(

@@ -12,6 +12,8 @@ import pytest
 
 from clusterddp import version
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.run.attempt import begin
+from clusterddp.run.run_dir import RunDir
 from clusterddp.version import arming_folder
 from tests.cli.commands.test_env import STEP
 
@@ -136,6 +138,13 @@ def test_a_contradiction_exits_1_and_nothing_runs() -> None:
 def test_without_slurm_the_command_is_rank_0_of_1() -> None:
     done = run_exec("--", "sh", "-c", "echo $RANK $WORLD_SIZE $MASTER_PORT", environ={})
     assert done.stdout.split() == ["0", "1", "0"]
+
+
+def test_in_an_attempt_nccls_flight_recorder_is_dumped_there(tmp_path: Path) -> None:
+    begin(RunDir(tmp_path))
+    show = 'echo "$TORCH_FR_DUMP_TEMP_FILE $TORCH_NCCL_DUMP_ON_TIMEOUT"'
+    done = run_exec("--run-dir", str(tmp_path), "--attempt", "1", "--", "sh", "-c", show)
+    assert done.stdout == f"{tmp_path}/attempts/0001/nccl-trace- 1\n"
 
 
 def test_under_a_run_directory_the_outcome_is_recorded(tmp_path: Path) -> None:
