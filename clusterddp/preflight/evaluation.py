@@ -96,6 +96,8 @@ class NodeMeasurements:
     """Rate of each InfiniBand port in Gbit/s, 0 if it is not active."""
     port_states: Mapping[str, str] = field(default_factory=dict)
     """States of the ports that are not active."""
+    switch: str = ""
+    """Leaf switch of the node in Slurm's topology; empty if unknown."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,12 @@ def low_limits(nodes: Sequence[Node], ranks: int) -> tuple[str, ...]:
     return tuple(
         f"{join_limited(named, _FEW, ', ')}: {text}" for text, named in hosts.items() if text
     )
+
+
+def nodes_of_switches(nodes: Sequence[Node]) -> dict[str, tuple[str, ...]]:
+    """Return the nodes of each known leaf switch."""
+    known = _grouped((node for node in nodes if node.own.switch), lambda node: node.own.switch)
+    return {switch: tuple(node.host for node in of) for switch, of in known.items()}
 
 
 def evaluate_ranks(ranks: Sequence[RankMeasurements], *, nccl: bool) -> Result:

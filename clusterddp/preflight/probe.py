@@ -184,7 +184,19 @@ def _measure(
         locked_bytes=hardware.locked_bytes() if ports else -1.0,
         ports=ports,
         port_states=port_states,
+        switch=leaf_switch(environ),
     )
+
+
+def leaf_switch(environ: Mapping[str, str]) -> str:
+    """Return the name of this node's leaf switch; empty without Slurm's topology/tree.
+
+    Slurm names the switches from the top of the tree down, and the node last: s0.s4.tux1, with the
+    pattern switch.switch.node. Source: SLURM_TOPOLOGY_ADDR in sbatch(1).
+    """
+    pattern = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
+    parts = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".", pattern.count("."))
+    return parts[-2] if pattern.endswith("switch.node") and len(parts) > 1 else ""
 
 
 def infiniband_ports(

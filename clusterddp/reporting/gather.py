@@ -29,6 +29,7 @@ _MAX_SIDE = 512
 _MAX_CONFUSIONS = 20
 _STATUS = (
     *("name", "state", "detail", "first_failure", "directory", "job_id", "launcher", "preflight"),
+    "switches",
 )
 _NOT_PRINTED = ("steps", "epochs", "resumed_from", "attempt", "saving", "restart")
 """Fields of report.json that have another name here, or describe only the latest attempt."""

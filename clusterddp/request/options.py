@@ -99,7 +99,6 @@ _PASSED_ON = (
 PASSED_ON = {
     **{f"SBATCH_{name.replace('-', '_').upper()}": name for name in _PASSED_ON.split()},
     "SBATCH_CPU_FREQ_REQ": "cpu-freq",
-    "SBATCH_REQ_SWITCH": "switches",
 }
 """SBATCH_* variables of sbatch(1) that become directives without being options."""
 BARE_DIRECTIVES = {"no-kill", "overcommit", "spread-job", "use-min-nodes"}

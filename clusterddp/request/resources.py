@@ -58,6 +58,12 @@ class Resources(Record):
     reservation: str = option(
         "", "Reservation to use.", forms.RESERVATIONS, "--reservation SBATCH_RESERVATION NAME"
     )
+    switches: str = option(
+        "",
+        "Most leaf switches, with the minutes to wait for them: 2@60.",
+        forms.SWITCHES,
+        "--switches SBATCH_REQ_SWITCH COUNT[@TIME]",
+    )
     nodelist: str = option(
         "", "Nodes that must be in the job: gpu[01-03].", names="--nodelist -w HOSTS"
     )

@@ -51,7 +51,7 @@ _NODE_OPTIONS = {
     *("batch", "constraint", "contiguous", "cores-per-socket", "cpus-per-gpu", "exclude"),
     *("extra-node-info", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"),
     *("licenses", "mem", "mem-per-cpu", "mem-per-gpu", "mincpus", "nodefile", "nodelist", "nodes"),
-    *("ntasks-per-gpu", "partition", "prefer", "reservation", "sockets-per-node", "switches"),
+    *("ntasks-per-gpu", "partition", "prefer", "reservation", "sockets-per-node"),
     *("threads-per-core", "tmp"),
 }
 """Further options of sbatch that decide which nodes can serve a job."""

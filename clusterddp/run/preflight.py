@@ -68,7 +68,8 @@ def check(
         rows = evaluation.table(collection.nodes, collection.unresponsive, judged)
         print_to_job_log(formatting.clean(formatting.table(rows)))
         summary = format_summary((node.host for node in collection.nodes), judged.failed, took)
-        record = PreflightRecord(summary, took, judged.failed, remarks, judged.slow)
+        switches = evaluation.nodes_of_switches(collection.nodes)
+        record = PreflightRecord(summary, took, judged.failed, remarks, judged.slow, switches)
     measured = [dataclasses.asdict(node) for node in collection.nodes]
     conclude(
         record, attempt.preflight, {"unresponsive": collection.unresponsive, "nodes": measured}

@@ -99,6 +99,8 @@ class PreflightRecord:
     """Findings that are not the fault of one node."""
     slow: tuple[str, ...] = ()
     """Failed nodes whose only fault is that they are slower than the others."""
+    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Nodes of each leaf switch, if Slurm knows the topology of the network."""
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,11 @@ CONSTRAINT = Form(
     r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*()\[\]!@-]*", "constraint", "for example a100 or a100&nvlink"
 )
 RESERVATIONS = Form(_NAMES, "list of reservations", "names: maintenance")
+SWITCHES = Form(
+    rf"[1-9][0-9]{{0,5}}(?:@(?:{TIME_LIMIT.pattern.removeprefix('(?ia)')}))?",
+    "number of switches",
+    "2, or with the time to wait for so few: 2@60 (minutes), 2@02:30:00",
+)
 MAIL_USER = Form(r"[A-Za-z0-9_.+@-]+", "mail address", "one address: me@example.org")
 DIRECTIVE = Form(r"[a-z][a-z0-9-]*", "name of a directive", "for example signal or mem")
 NETWORK_INTERFACE = Form(r"[=^]{0,2}[A-Za-z0-9_.:,@-]+", "network interface", "a name: ib0")

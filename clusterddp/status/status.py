@@ -89,6 +89,8 @@ class RunStatus:
     """Hosts of the latest start."""
     preflight: str = ""
     """Result of the node checks before the latest attempt, as a line; empty without checks."""
+    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Hosts on each leaf switch that the node checks found; empty if unknown."""
     attempt: int | None = None
     """Number of the latest attempt, over all jobs of the run."""
     restarts: int = 0
@@ -171,6 +173,16 @@ class RunStatus:
         return coded(why.partition("\n")[0] if in_short else why, self.code).strip()
 
     @property
+    def shown_switches(self) -> str:
+        """`2 leaf switches: s1 (4 nodes), s2 (2 nodes)`; empty if unknown."""
+        counts = [
+            f"{switch} ({formatting.count(len(hosts), 'node')})"
+            for switch, hosts in sorted(self.switches.items())
+        ]
+        total = f"{len(counts)} leaf switch{'es' * (len(counts) > 1)}"
+        return f"{total}: {formatting.join_limited(counts, 8, ', ')}" if counts else ""
+
+    @property
     def has_ended(self) -> bool:
         return self.state in ENDED
 
@@ -216,7 +228,7 @@ def run_status(
         launcher=known.launcher,
         **_request_fields(history.spec),
         hosts=hosts_of(known.start.nodelist),
-        preflight=_preflight(run, known.attempt),
+        **_preflight(run, known.attempt),
         attempt=known.attempt,
         restarts=known.restarts,
         restart_reasons=list(known.reasons),
@@ -496,11 +508,13 @@ def latest_report(run: RunDir, attempt: int | None) -> Report | None:
     return None if report.attempt < attempt else report
 
 
-def _preflight(run: RunDir, attempt: int | None) -> str:
+def _preflight(run: RunDir, attempt: int | None) -> dict[str, Any]:
+    """Return the fields of RunStatus that come from the node checks."""
     of = Attempt(run, attempt or 0)
     quick = files.read(PreflightRecord, of.preflight) or PreflightRecord()
     full = files.read(PreflightRecord, of.full_preflight) or PreflightRecord()
-    return "; ".join(filter(None, (quick.summary, full.summary and f"full: {full.summary}")))
+    lines = quick.summary, full.summary and f"full: {full.summary}"
+    return {"preflight": "; ".join(filter(None, lines)), "switches": quick.switches}
 
 
 def _failure(

@@ -66,3 +66,22 @@ def test_memory_of_a_gpu_that_is_released_soon_is_no_fault(
 def test_without_gpus_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(gpus, "inspect")
     assert probe.measure_gpus({}, 0) == probe.NodeMeasurements()
+
+
+@pytest.mark.parametrize(
+    ("address", "pattern", "switch"),
+    [
+        ("top.s2.h03", "switch.switch.node", "s2"),  # as 22.05 has them
+        ("s1.h03.cluster", "switch.node", "s1"),
+        ("h03", "node", ""),  # topology/default
+        ("h03", "switch.node", ""),
+        ("b1.h03", "block.node", ""),
+        ("", "", ""),
+    ],
+)
+def test_the_leaf_switch_is_the_last_one_above_the_node(
+    address: str, pattern: str, switch: str
+) -> None:
+    environ = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
+    assert probe.leaf_switch(environ) == switch
+    assert probe.leaf_switch({}) == ""

@@ -83,6 +83,8 @@ def test_a_request_that_cannot_be_met_is_refused_showing_both_sides(
         (Resources, {"nodelist": "a[1-3"}, "--nodelist: cannot read the host list 'a[1-3': '[' is"),
         (Resources, {"exclude": "a,,b"}, "--exclude: cannot read the host list 'a,,b': there is"),
         (Resources, {"time": "1h"}, "--time: '1h' is not a valid time limit. Use minutes (60 for"),
+        (Resources, {"switches": "0"}, "--switches: '0' is not a valid number of switches. Use 2,"),
+        (Resources, {"switches": "2@1h"}, "--switches: '2@1h' is not a valid number of switches."),
         (Resources, {"partition": ["gpu"]}, "--partition: ['gpu'] is list, not str."),
         (Resources, {"nodelist": ["h1"]}, "--nodelist: ['h1'] is list, not str."),
         (Resources, {"time": 30}, "--time: 30 is int, not str."),

@@ -3,11 +3,15 @@
 import json
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from clusterddp.cli.commands.status import describe
+from clusterddp.files import write_record
+from clusterddp.preflight import evaluation
+from clusterddp.preflight.evaluation import LoadMeasurements, NodeMeasurements
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
@@ -15,7 +19,7 @@ from clusterddp.run.attempt import Attempt, begin, publish
 from clusterddp.run.events import Cause
 from clusterddp.run.history import NO_RESTART
 from clusterddp.run.node_memory import MEMORY_COMMENT
-from clusterddp.run.records import AttemptRecord
+from clusterddp.run.records import AttemptRecord, PreflightRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status.status import run_status
@@ -360,6 +364,23 @@ def test_a_report_of_an_earlier_attempt_does_not_hide_what_is_trained_now(run: R
     write_events(run, *events, begun(2, "8"), left(2, "done", job_id="8"))
     run.report.write_text('{"steps": 60, "accuracy": 0.95, "attempt": 2}')
     assert run_status(run, {}).accuracy == 0.95
+
+
+def test_the_leaf_switches_of_the_latest_attempt_are_named(run: RunDir) -> None:
+    write_events(run, submitted(), begun(1), left(1, "done"))
+    attempt = begin(run)
+    node = evaluation.Node("h01", NodeMeasurements(switch="s2"), LoadMeasurements())
+    nodes = [
+        node,
+        replace(node, host="h02", own=NodeMeasurements(switch="s1")),
+        replace(node, host="h03"),
+        replace(node, host="h04", own=NodeMeasurements()),
+    ]
+    switches = evaluation.nodes_of_switches(nodes)
+    write_record(attempt.preflight, PreflightRecord("4 nodes passed", switches=switches))
+    status = run_status(run, {})
+    assert status.switches == {"s1": ("h02",), "s2": ("h01", "h03")}
+    assert "network     2 leaf switches: s1 (1 node), s2 (2 nodes)\n" in describe(status)
 
 
 def test_an_attempt_that_was_refused_blames_no_rank_of_an_earlier_one(run: RunDir) -> None:

@@ -155,6 +155,7 @@ def describe(report: RunReport) -> str:
         ("training", _training(figures)),
         ("ranks", _ranks(figures)),
         ("nodes", report.status.preflight and f"preflight: {report.status.preflight}"),
+        ("network", report.status.shown_switches),
         ("device", _device(figures)),
         ("memory", formatting.join_known(("peak of any rank {}", memory))),
         ("model", _model(figures)),

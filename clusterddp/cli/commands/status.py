@@ -113,6 +113,7 @@ def describe(status: RunStatus) -> str:
         ("attempt", _attempt(status)),
         ("requested", status.layout),
         ("nodes", formatting.join_limited(status.hosts, 8)),
+        ("network", status.shown_switches),
         ("preflight", status.preflight),
         ("submitted", formatting.moment(status.submitted_time)),
         ("start", f"{starts}, by Slurm's estimate" if starts else ""),

@@ -88,6 +88,7 @@ def test_json_is_a_list_with_stable_names(workplace: Workplace) -> None:
         "accuracy", "loss", "train_loss", "step", "epoch", "train_seconds", "total_seconds",
         "capture_seconds",
         "images_per_second", "world_size", "num_nodes", "hosts", "where", "preflight", "device",
+        "switches",
         "precision", "backend", "threads", "cuda_graph", "versions", "peak_memory_bytes", "ranks",
         "stragglers", "num_attempts", "repeated_steps", "lost_seconds", "attempts", "usage",
         "confusions", "settings", "warnings", "weights_sha256", "finished",
