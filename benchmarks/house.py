@@ -29,7 +29,7 @@ class Row:
 
 HELD = (
     Row("code lines", 40_760, 31_500),
-    Row("modules", 209, 185),
+    Row("modules", 210, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
     Row(f"{_ENTERED}a submission", 34, 24),
