@@ -30,7 +30,8 @@ class Phase(IntEnum):
         phase._value_, phase.words = number, words
         return phase
 
-    MULTIPLY = -3, "multiplying matrices in its preflight"
+    MULTIPLY = -4, "multiplying matrices in its preflight"
+    NODE = -3, "communicating with the ranks of its node in its preflight"
     PAIR = -2, "communicating with a rank of another node in its preflight"
     TOGETHER = -1, "waiting for all ranks in its preflight"
     START = 0, "starting, after step {}"

@@ -43,7 +43,10 @@ NO_ANSWER = "no answer"
 """Prefix of the reason for a node that never answered."""
 _SLOWNESS = {*("other load", "link speed", "GPU links", "InfiniBand", "slow transfers")}
 """Checks whose failure slows a training down but does not break it."""
-_TRANSIENT = {*("other load", "unreachable", "slow transfers", "slow products", "slow all-reduces")}
+_TRANSIENT = {
+    *("other load", "unreachable", "slow transfers"),
+    *("slow products", "slow all-reduces", "slow within the node"),
+}
 """Checks that a node can fail because of a short burst of load."""
 _MAX_REMARKS = 10
 _FEW = 5
@@ -144,6 +147,10 @@ class RankMeasurements:
     """Floating-point operations per second in matrix products; negative if unknown."""
     pairs: Mapping[int, float] = field(default_factory=dict)
     """Bytes per second of the all-reduce with each partner, by the partner's rank."""
+    within: float = -1.0
+    """Bus bandwidth of the all-reduce with all ranks of its node, in bytes per second."""
+    across: float = -1.0
+    """The same with the ranks of its local rank on all nodes, while all local ranks do so."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +231,7 @@ def evaluate_ranks(ranks: Sequence[RankMeasurements], *, nccl: bool) -> Result:
         "wrong products": _wrong(ranks),
         "slow products": _slow_products(ranks),
         "slow all-reduces": _slow_all_reduces(ranks, flows),
+        "slow within the node": _slow_within(ranks, math.inf if nccl else QUICK_BYTES_PER_SECOND),
     }
     hosts = {each.host for each in ranks}
     return _result(len(hosts), found, partial(_unexplained_all_reduces, flows))
@@ -271,6 +279,8 @@ def best_of_rank(former: RankMeasurements, latter: RankMeasurements) -> RankMeas
         latter,
         fault=former.fault or latter.fault,
         speed=max(former.speed, latter.speed),
+        within=max(former.within, latter.within),
+        across=max(former.across, latter.across),
         pairs={
             other: max(rate, former.pairs.get(other, -1.0)) for other, rate in latter.pairs.items()
         },
@@ -333,7 +343,9 @@ def rank_table(
     ranks: Sequence[RankMeasurements], failed: Mapping[str, str]
 ) -> list[tuple[str, ...]]:
     """Return a table with a header and one row per node, with its slowest rank's figures."""
-    rows: list[tuple[str, ...]] = [("node", "ranks", "on", "product", "speed", "pairs", "")]
+    rows: list[tuple[str, ...]] = [
+        ("node", "ranks", "on", "product", "speed", "within", "pairs", "")
+    ]
     for host, own in _grouped(ranks, lambda each: each.host).items():
         wrong = [str(each.rank) for each in own if each.fault]
         pairs = [statistics.median(each.pairs.values()) for each in own if each.pairs]
@@ -344,6 +356,7 @@ def rank_table(
                 own[0].model or own[0].device,
                 f"wrong on rank {', '.join(wrong)}" if wrong else "right",
                 _speed(min(each.speed for each in own)),
+                format_rate(min(each.within for each in own)),
                 format_rate(min(pairs, default=-1.0)),
                 "failed" if host in failed else "",
             )
@@ -710,6 +723,22 @@ def _slow_all_reduces(
         for host, _, count, rate in _outliers(of_group):
             most = f"reach at most {format_rate(rate)}; usual: {usual}"
             yield host, f"all-reduces with {count} other nodes{which} {most}"
+
+
+def _slow_within(ranks: Sequence[RankMeasurements], quick: float) -> Iterator[tuple[str, str]]:
+    """Yield nodes whose ranks all-reduce slowly with each other; only such nodes are compared.
+
+    quick: rate above which none is slow. GPUs have none: a node without NVLink is still fast.
+    """
+    nodes = [(own[0], len(own)) for own in _grouped(ranks, lambda each: each.host).values()]
+    alike = _grouped(nodes, lambda node: (node[0].model, node[1]))
+    for group in alike.values():
+        known = _Known(each.within for each, _ in group)
+        for each, count in group:
+            others, usual = known.without(each.within)
+            if others and 0 <= each.within < min(SLOW_SHARE * usual, quick):
+                rates = f"{format_rate(each.within)}; usual: {format_rate(usual)}"
+                yield each.host, f"its {count} ranks all-reduce with each other at {rates}"
 
 
 def _unexplained_all_reduces(

@@ -1,7 +1,8 @@
 """Checks of the nodes by the ranks, after rendezvous and before training.
 
-Each rank multiplies matrices with a known product; ranks of different nodes all-reduce in pairs,
-then all together. Rank 0 evaluates and records. The GPU part has never run on a GPU.
+Each rank multiplies matrices with a known product. The ranks all-reduce within each node, with
+their local rank on the other nodes, in pairs, and all together. Rank 0 evaluates and records. The
+GPU part has never run on a GPU.
 """
 
 import dataclasses
@@ -75,10 +76,13 @@ class _Checks:
         self._exchanged = device if self._nccl else torch.device("cpu")
         self._most = _GPU_BYTES if self._nccl else _CPU_BYTES
         self._rounds: list[dict[int, int]] = []
+        self._node: dist.ProcessGroup | None = None
+        self._local_rank: dist.ProcessGroup | None = None
         self._began = time.monotonic()
 
     def run(self) -> bool:
         places = self._gather((self._own.host, self._own.local_rank))
+        self._node, self._local_rank = self._groups(places)
         self._rounds = evaluation.schedule(places)
         ranks = self._measure()
         judged = evaluation.evaluate_ranks(ranks, nccl=self._nccl)
@@ -86,21 +90,48 @@ class _Checks:
             again = self._measure()
             ranks = [evaluation.best_of_rank(*both) for both in zip(ranks, again, strict=True)]
             judged = evaluation.evaluate_ranks(ranks, nccl=self._nccl)
-        whole = self._all_reduce_together() if len(ranks) > 1 else None
-        return not self._agree(self._own.rank == 0 and self._conclude(ranks, judged, whole))
+        whole = self._all_reduce(dist.group.WORLD) if len(ranks) > 1 else None
+        is_over = self._agree(self._own.rank == 0 and self._conclude(ranks, judged, whole))
+        for group in filter(None, (self._node, self._local_rank)):
+            dist.destroy_process_group(group)
+        return not is_over
+
+    def _groups(
+        self, places: Sequence[tuple[str, int]]
+    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """Create groups of this rank's node, and of its local rank on all nodes, if both differ.
+
+        places: host and local rank of each rank. All ranks create one group at the same time, each
+        its own, without the others: NCCL makes all of them by one split of the default group.
+        """
+        if len({host for host, _ in places}) == 1 or not any(local for _, local in places):
+            return None, None
+        own = places[self._own.rank]
+        node = [rank for rank, (host, _) in enumerate(places) if host == own[0]]
+        local_rank = [rank for rank, (_, local) in enumerate(places) if local == own[1]]
+        return _group(node), _group(local_rank)
 
     def _measure(self) -> list[RankMeasurements]:
         """Measure once; return the measurements of all ranks."""
         self._progress.mark(0, Phase.MULTIPLY)
         fault, speed = multiply(self._device, self._precision)
         self._wait_for_all()
+        within = across = -1.0
+        if self._node and self._local_rank:
+            self._progress.mark(0, Phase.NODE)
+            within = self._all_reduce(self._node)
+            self._wait_for_all()
+            self._progress.mark(0, Phase.PAIR)
+            across = self._all_reduce(self._local_rank)
+            self._wait_for_all()
         pairs = {}
         for partners in self._rounds:
             self._progress.mark(0, Phase.PAIR)
             if (other := partners.get(self._own.rank)) is not None:
                 pairs[other] = self._all_reduce_with(other)
             self._wait_for_all()
-        return self._gather(dataclasses.replace(self._own, fault=fault, speed=speed, pairs=pairs))
+        own = dataclasses.replace(self._own, fault=fault, speed=speed, pairs=pairs)
+        return self._gather(dataclasses.replace(own, within=within, across=across))
 
     def _wait_for_all(self) -> None:
         self._progress.mark(0, Phase.TOGETHER)
@@ -139,19 +170,22 @@ class _Checks:
 
         return self._bytes_per_second(all_reduce, slowest)
 
-    def _all_reduce_together(self) -> float:
-        """All-reduce with all ranks; return bytes per second over the slowest link.
+    def _all_reduce(self, group: dist.ProcessGroup | None) -> float:
+        """All-reduce with the ranks of a group; return bytes per second over the slowest link.
 
         This is the bus bandwidth of nccl-tests: each link carries 2 (N - 1) / N of the size.
+        Negative for a group of one rank.
         """
-        everything, world_size = self._zeros(self._most), dist.get_world_size()
+        everything, world_size = self._zeros(self._most), dist.get_world_size(group)
+        if world_size == 1:
+            return -1.0
 
         def all_reduce(size: int) -> None:
-            dist.all_reduce(everything[: size // everything.element_size()])
+            dist.all_reduce(everything[: size // everything.element_size()], group=group)
 
         def slowest(seconds: float) -> float:
             took = torch.tensor([seconds], dtype=torch.float64, device=self._exchanged)
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
             return float(took.item())
 
         share = 2 * (world_size - 1) / world_size
@@ -208,6 +242,11 @@ class _Checks:
         if whole is not None:
             size = f"{self._most >> 20} MiB"
             summary += f"; all-reduce over {len(ranks)} ranks up to {size}: {format_rate(whole)}"
+        if self._node:
+            slowest = min((each for each in ranks if each.within >= 0), key=lambda e: e.within)
+            across = min(each.across for each in ranks if each.across >= 0)
+            summary += f", within nodes at least {format_rate(slowest.within)} ({slowest.host}), "
+            summary += f"across nodes {format_rate(across)}"
         table = formatting.table(evaluation.rank_table(ranks, judged.failed))
         log.info(f"full preflight:\n{formatting.clean(table)}")
         record = PreflightRecord(summary, took, failed, remarks)
@@ -269,6 +308,13 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def _group(ranks: list[int]) -> dist.ProcessGroup:
+    """Create a group of ranks, this one among them, by these ranks only."""
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _exchange(sent: Tensor, heard: Tensor, other: int) -> None:

@@ -149,25 +149,54 @@ def test_what_is_quick_enough_between_gpus_or_hosts_is_never_slow() -> None:
     assert list(evaluate_ranks(several, nccl=True).failed) == ["h2"]
 
 
+def within(*rates: float, nccl: bool, **fields: Any) -> Any:
+    """The judgement on nodes of two ranks that all-reduce with each other at these rates."""
+    several = ranks(len(rates), each=2, model="H100")
+    for each in list(several):
+        changed(several, each.rank, within=rates[each.rank // 2])
+    if fields:
+        changed(changed(several, 0, **fields), 1, **fields)
+    return evaluate_ranks(several, nccl=nccl)
+
+
+def test_a_node_whose_own_ranks_all_reduce_slowly_is_named() -> None:
+    judged = within(7e10, 4e11, 4e11, nccl=True)
+    assert judged.failed == {
+        "h0": "its 2 ranks all-reduce with each other at 70,000.0 MB/s; usual: 400,000.0 MB/s"
+    }
+    assert judged.is_transient
+    assert list(within(7e10, 4e11, nccl=True).failed) == ["h0"]
+    assert list(within(2e8, 4e9, 4e9, nccl=False).failed) == ["h0"]
+    assert within(3e8, 4e9, 4e9, nccl=False) == Result()  # quick enough between processes
+    assert within(9e10, 4e11, 4e11, nccl=True) == Result()
+    assert within(7e10, 4e11, 4e11, nccl=True, model="T4") == Result()
+    assert within(7e10, nccl=True) == Result()
+    assert within(-1.0, 4e11, 4e11, nccl=True) == Result()
+
+
 def test_the_better_of_two_measurements_counts_but_a_wrong_product_stays() -> None:
-    former = RankMeasurements(0, 0, "h0", fault="wrong", speed=3.0, pairs={1: 5.0, 2: 1.0})
-    latter = RankMeasurements(0, 0, "h0", speed=4.0, pairs={1: 2.0, 2: 3.0})
-    best = RankMeasurements(0, 0, "h0", fault="wrong", speed=4.0, pairs={1: 5.0, 2: 3.0})
+    former = RankMeasurements(
+        0, 0, "h0", fault="wrong", speed=3.0, pairs={1: 5.0, 2: 1.0}, within=7
+    )
+    latter = RankMeasurements(0, 0, "h0", speed=4.0, pairs={1: 2.0, 2: 3.0}, within=6, across=1)
+    best = RankMeasurements(
+        0, 0, "h0", fault="wrong", speed=4.0, pairs={1: 5.0, 2: 3.0}, within=7, across=1
+    )
     assert best_of_rank(former, latter) == best
 
 
 def test_the_table_has_a_row_for_each_node_with_its_slowest_rank() -> None:
-    several = changed(ranks(3, each=2), 3, fault="1 is wrong", speed=2e10)
+    several = changed(ranks(3, each=2, within=6e6), 3, fault="1 is wrong", speed=2e10, within=5e6)
     judged = evaluate_ranks(several, nccl=False)
     rows = rank_table(several, judged.failed)
-    assert rows[0] == ("node", "ranks", "on", "product", "speed", "pairs", "")
+    assert rows[0] == ("node", "ranks", "on", "product", "speed", "within", "pairs", "")
     assert rows[2] == (
-        *("h1", "2-3", "cpu", "wrong on rank 3", "20.0 GFLOP/s"),
+        *("h1", "2-3", "cpu", "wrong on rank 3", "20.0 GFLOP/s", "5.0 MB/s"),
         *(f"{median([USUAL]) / 1e6:,.1f} MB/s", "failed"),
     )
     assert rows[3][-1] == ""
     alone = ranks(1)
-    assert rank_table(alone, {})[1][1:6] == ("0", "cpu", "right", "50.0 GFLOP/s", "-")
+    assert rank_table(alone, {})[1][1:7] == ("0", "cpu", "right", "50.0 GFLOP/s", "-", "-")
 
 
 class _Passed(list[RankMeasurements]):

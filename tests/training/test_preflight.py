@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,7 +88,18 @@ def test_ranks_check_their_nodes_all_in_the_same_steps(tmp_path: Path) -> None:
     kept = record(tmp_path / "a")
     assert kept["failed"] == {}
     assert kept["summary"].startswith("3 nodes passed in ")
-    assert "; all-reduce over 6 ranks up to 4 MiB: " in kept["summary"]
+    figures = re.sub("[0-9,.]+ MB/s", "X", kept["summary"].partition("; ")[2])
+    assert re.fullmatch(
+        "all-reduce over 6 ranks up to 4 MiB: X, "
+        r"within nodes at least X \(h[012]\), across nodes X",
+        figures,
+    ), figures
+    for part in ("within", "across"):  # each group has one rate
+        of_groups = {each["rank"] // 2 if part == "within" else each["local_rank"]: each[part]
+                     for each in kept["ranks"]}  # fmt: skip
+        rates = [each[part] for each in kept["ranks"]]
+        assert {*of_groups.values()} == {*rates}
+        assert len({*rates}) == len(of_groups) and min(rates) > 0
     assert kept["all_reduce"] > 0
     for each in kept["ranks"]:
         assert {int(other) % 2 for other in each["pairs"]} == {each["local_rank"]}
@@ -120,6 +132,7 @@ def test_a_rank_alone_multiplies_and_has_nobody_to_exchange_with(tmp_path: Path)
     assert (kept["failed"], kept["all_reduce"]) == ({}, None)
     assert kept["summary"].startswith("1 node passed in ")
     assert kept["ranks"][0]["pairs"] == {}
+    assert (kept["ranks"][0]["within"], kept["ranks"][0]["across"]) == (-1, -1)
 
 
 def test_what_cannot_be_recorded_ends_nothing(tmp_path: Path) -> None:
