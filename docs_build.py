@@ -71,6 +71,8 @@ _OTHERS = {
     "controller": "Empty. The batch controller renews its modification time every two seconds.",
     "outcomes/clocks.json": "Seconds by which the clock of each host is ahead of rank 0's.",
     "outcomes/error-R.json": "Exception of your script on rank R, as torch's `record` writes it.",
+    "outcomes/nccl-R.log": "NCCL's lines at its start on the node of rank R: version, network, "
+    "variables, channels by kind.",
     "nccl-trace-R": "NCCL's flight recorder of a rank after a timeout, for torchfrtrace.",
 }
 """Fields of the files that have no class in `records`."""

@@ -1,4 +1,4 @@
-"""Hardware of this machine: GPU drivers and GPUs, models, free memory, limits of a process."""
+"""Hardware of this machine: drivers, GPUs, networks, models, free memory, limits of a process."""
 
 import os
 import resource
@@ -20,6 +20,9 @@ MAX_FILES = 65536
 """Highest soft limit of open files that is set: some programs close every descriptor below it."""
 LOW_LOCKED_BYTES = 1 << 30
 """Locked memory below which InfiniBand's libraries may fail to register their buffers."""
+INFINIBAND, ROCE, EFA, SLINGSHOT = "InfiniBand", "RoCE", "EFA", "Slingshot"
+_FAST_ETHERNET = 100
+"""Gb/s from which an Ethernet port with RDMA is meant for exchanges between GPUs."""
 # Controller -> limit, usage, and a prefix in memory.stat
 # (cgroups(7): the unified hierarchy has no controller's name in /proc/self/cgroup).
 _FILES = {
@@ -127,6 +130,36 @@ def _number(path: Path, name: str = "") -> int | None:
         return int(words[words.index(name) + 1 if name else 0])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def fast_networks(root: Path = Path("/")) -> dict[str, list[str]]:
+    """Return the node's devices with an active port for exchanges between nodes, by kind.
+
+    root: root of the file system to read (the kernel's ABI/stable/sysfs-class-infiniband).
+    """
+    found: dict[str, list[str]] = {}
+    for device in sorted((root / "sys/class/infiniband").glob("*")):
+        ports = [kind for port in sorted(device.glob("ports/*")) if (kind := _port_kind(port))]
+        if ports:
+            is_efa = (device / "device/driver").resolve().name == "efa"
+            found.setdefault(EFA if is_efa else ports[0], []).append(device.name)
+    if names := sorted(device.name for device in (root / "sys/class/cxi").glob("*")):
+        found[SLINGSHOT] = names
+    return found
+
+
+def _port_kind(port: Path) -> str:
+    """Return `InfiniBand` or `RoCE` for an active port; empty for one that is down or slow."""
+    try:
+        state, layer, rate = (
+            (port / name).read_text().strip() for name in ("state", "link_layer", "rate")
+        )
+        if "ACTIVE" not in state.split():
+            return ""
+        slow = layer == "Ethernet" and float(rate.split()[0]) < _FAST_ETHERNET
+    except (OSError, ValueError, IndexError):
+        return ""
+    return "" if slow else ROCE if layer == "Ethernet" else INFINIBAND
 
 
 def open_files() -> int:

@@ -35,9 +35,10 @@ def variables(attempt: Attempt, environ: Mapping[str, str]) -> dict[str, str]:
     own values take precedence.
     """
     prefix = str(attempt.nccl_trace())
-    known = any(environ.get(name) for name in _FILE)
-    wanted = {**({} if known else dict.fromkeys(_FILE, prefix)), _ON_TIMEOUT: "1"}
-    return {name: environ.get(name) or value for name, value in wanted.items()}
+    own = f"/{Path(prefix).name}"  # also that of a run that has started this one
+    known = any(not environ.get(name, own).endswith(own) for name in _FILE)
+    file = {} if known else dict.fromkeys(_FILE, prefix)
+    return {**file, _ON_TIMEOUT: environ.get(_ON_TIMEOUT) or "1"}
 
 
 def read_dump(path: Path) -> tuple[Collective, ...]:

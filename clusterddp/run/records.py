@@ -506,6 +506,16 @@ class GpuUse:
 
 
 @dataclass(frozen=True)
+class SlowNetwork:
+    """outcomes/network-R.json: NCCL uses sockets on a node that has a fast network."""
+
+    host: str = ""
+    """The node."""
+    reason: str = ""
+    """Which devices it has, and how to use them."""
+
+
+@dataclass(frozen=True)
 class Usage:
     """Node-hours of all attempts, and how they were used.
 

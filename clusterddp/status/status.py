@@ -26,6 +26,7 @@ from clusterddp.run.records import (
     MetricsLine,
     PreflightRecord,
     Report,
+    SlowNetwork,
     SlowRuns,
     StalledOutput,
 )
@@ -280,10 +281,21 @@ def _checkpoint_fields(
 
 
 def _warnings(run: RunDir, figures: Report, attempt: int | None, remark: str) -> list[str]:
-    """Return the warnings of the report, and of the latest attempt with its slow periods."""
+    """Return the warnings of the report and of the latest attempt: its network, slow periods."""
     record = files.read(SlowRuns, Attempt(run, attempt).slow_run) if attempt else None
     slow = [f"slow run: {each.describe()} [CD0825]" for each in record.periods] if record else []
-    return [*filter(None, (*figures.warnings, remark)), *slow]
+    network = _slow_network(Attempt(run, attempt)) if attempt else ""
+    return [*filter(None, (*figures.warnings, remark, network)), *slow]
+
+
+def _slow_network(attempt: Attempt) -> str:
+    """Return the warning about NCCL's network: that of the first node, and how many have it."""
+    paths = sorted(attempt.outcomes.glob("network-*.json"))
+    record = files.read(SlowNetwork, paths[0]) if paths else None
+    if record is None:
+        return ""
+    more = f" The same on {formatting.count(len(paths) - 1, 'more node')}." if paths[1:] else ""
+    return f"{record.reason}{more} [CD0910]"
 
 
 def _judge(

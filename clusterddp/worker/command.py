@@ -6,7 +6,7 @@ Modules that only the parent needs are imported late, so that a direct exec stay
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -15,6 +15,7 @@ from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
 
 if TYPE_CHECKING:
+    from clusterddp.run.attempt import Attempt
     from clusterddp.run.outcome import TaskRecord
     from clusterddp.run.records import TaskError
 
@@ -74,7 +75,7 @@ def run_command(
                 print(f"clusterddp: PATH={environ.get('PATH', '')}", file=sys.stderr)
             raise
 
-    explain, began, ended = _callbacks(env, environ, own.outcomes if own else None)
+    explain, began, ended = _callbacks(env, environ, own)
     try:
         return supervise(
             run_dir,
@@ -92,7 +93,7 @@ def run_command(
 
 
 def _callbacks(
-    env: DistEnv, environ: Mapping[str, str], outcomes: Path | None
+    env: DistEnv, environ: MutableMapping[str, str], own: "Attempt | None"
 ) -> "tuple[Callable[[int], TaskError | None], Callable[[int, TaskRecord], None], _Ended]":
     """Return three callbacks: they explain COMMAND's end, start to watch it, and end the watch."""
     from clusterddp.processes import table
@@ -100,12 +101,14 @@ def _callbacks(
     from clusterddp.request import nested_launcher
     from clusterddp.run.records import NestedWorld
     from clusterddp.worker import gpu_use
+    from clusterddp.worker.nccl_log import NcclLog
     from clusterddp.worker.supervise import ERROR_FILE_VARIABLE, Traces
 
     error_file = environ.get(ERROR_FILE_VARIABLE)
     traces = Traces(Path(error_file) if error_file else None)
     watches: list[RendezvousWatch] = []
     at_end: list[_Ended] = []
+    nccl = NcclLog(environ, env, own)
 
     def explain(status: int) -> "TaskError | None":
         for watch in watches:
@@ -121,8 +124,10 @@ def _callbacks(
         port = environ.get("MASTER_PORT", "")
         if env.rank == 0 and env.world_size > 1 and port.isdecimal():
             watches.append(RendezvousWatch(pid, int(port), record.record_listening))
-        if outcomes:
-            at_end.append(gpu_use.watch(outcomes, env, environ))
+        nccl.began()
+        at_end.append(nccl.close)
+        if own:
+            at_end.append(gpu_use.watch(own.outcomes, env, environ))
 
     def ended() -> None:
         for end in at_end:

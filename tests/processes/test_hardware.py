@@ -26,3 +26,35 @@ def test_a_driver_is_known_by_its_device(
     assert hardware.gpu_driver(tmp_path) == whose
     (tmp_path / "driver").touch()
     assert hardware.gpu_driver(tmp_path) == "NVIDIA"
+
+
+def fast_device(
+    root: Path, name: str, driver: str, layer: str = "", state: str = "4: ACTIVE",
+    rate: str = "200 Gb/sec (4X HDR)",
+) -> None:  # fmt: skip
+    """Make the files of an RDMA device with one port, as the kernel shows them."""
+    device = root / "sys/class/infiniband" / name
+    (device / "ports/1").mkdir(parents=True)
+    layer = layer or ("Unspecified" if driver == "efa" else "InfiniBand")
+    for file, text in {"state": state, "link_layer": layer, "rate": rate}.items():
+        (device / "ports/1" / file).write_text(f"{text}\n")
+    drivers = root / "sys/bus/pci/drivers" / driver
+    drivers.mkdir(parents=True, exist_ok=True)
+    (device / "device").mkdir()
+    (device / "device/driver").symlink_to(drivers)
+
+
+def test_only_active_devices_that_are_fast_count_as_a_fast_network(tmp_path: Path) -> None:
+    assert hardware.fast_networks(tmp_path) == {}
+    fast_device(tmp_path, "mlx5_2", "mlx5_core", state="1: DOWN")
+    fast_device(tmp_path, "mlx5_3", "mlx5_core", "Ethernet", rate="25 Gb/sec (1X EDR)")
+    assert hardware.fast_networks(tmp_path) == {}
+    fast_device(tmp_path, "mlx5_1", "mlx5_core")
+    fast_device(tmp_path, "mlx5_0", "mlx5_core")
+    fast_device(tmp_path, "mlx5_4", "mlx5_core", "Ethernet", rate="400 Gb/sec (4X NDR)")
+    fast_device(tmp_path, "rdmap16s27", "efa")
+    (tmp_path / "sys/class/cxi/cxi0").mkdir(parents=True)
+    assert hardware.fast_networks(tmp_path) == {
+        "InfiniBand": ["mlx5_0", "mlx5_1"], "RoCE": ["mlx5_4"], "EFA": ["rdmap16s27"],
+        "Slingshot": ["cxi0"],
+    }  # fmt: skip

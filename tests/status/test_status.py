@@ -88,6 +88,16 @@ def test_a_done_run_shows_its_report(run: RunDir) -> None:
     assert status.warnings == ["no GPU was seen"]
 
 
+@pytest.mark.parametrize(("nodes", "more"), [(1, ""), (3, " The same on 2 more nodes.")])
+def test_nodes_on_which_nccl_uses_sockets_are_warned_of(run: RunDir, nodes: int, more: str) -> None:
+    write_events(run, submitted(), started(attempt=1), ended(0))
+    folder = run.attempts / "0001" / "outcomes"
+    folder.mkdir(parents=True)
+    for node in range(nodes):
+        (folder / f"network-{8 * node}.json").write_text(json.dumps({"reason": f"slow {node}."}))
+    assert run_status(run, {}).warnings == [f"slow 0.{more} [CD0910]"]
+
+
 def test_a_failed_run_names_its_first_failure(run: RunDir) -> None:
     write_events(run, submitted(), started(), ended(1, first_failure=FAILURE))
     status = run_status(run, {"7": FORGOTTEN})

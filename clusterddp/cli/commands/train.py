@@ -1,6 +1,8 @@
 """`clusterddp train`: trains as one rank, in a job, started manually or under torchrun."""
 
 import os
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import click
@@ -98,7 +100,12 @@ def command(
         return code
     run_dir = run_dir.absolute()
 
+    from clusterddp.run.attempt import Attempt
+    from clusterddp.run.run_dir import RunDir
+    from clusterddp.worker.nccl_log import NcclLog
     from clusterddp.worker.supervise import supervise
 
-    listen = stop.requested.listen
-    return supervise(run_dir, env, child, attempt=attempt, own_log=own_log, listen=listen)
+    own = Attempt(RunDir(run_dir), attempt) if attempt else None
+    started = partial(supervise, attempt=attempt, own_log=own_log, listen=stop.requested.listen)
+    with closing(NcclLog(os.environ, env, own)) as nccl:
+        return started(run_dir, env, child, began=nccl.began)
