@@ -24,7 +24,7 @@ START_SECONDS = 180
 END_SECONDS = 30
 """Within which every rank has ended once one of them has, or was asked to."""
 # Several ranks on one GPU (NCCL's src/init.cc, from 2.30 on).
-_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
+SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _DEVICE = "--device=cuda"
 
 
@@ -82,8 +82,8 @@ def started(
     """
     if world_size > machine().gpus:
         if "--backend=gloo" not in more:  # which exchanges on CPUs, and shares a GPU as it is
-            _skip_without_sharing()
-        environ = {_SHARE: "1", **environ}
+            skip_without_sharing()
+        environ = {SHARE: "1", **environ}
     dataset, data_dir = digits
     argv = [
         sys.executable, "-m", "clusterddp", "train", f"--dataset={dataset}", "--threads=1",
@@ -126,7 +126,7 @@ def warnings_in(said: str) -> list[str]:
     return [line for line in said.splitlines() if re.search(r"\w*Warning\b|\[W\d", line)]
 
 
-def _skip_without_sharing() -> None:
+def skip_without_sharing() -> None:
     versions = [line for line in machine().lines if line.startswith("NCCL")]
     numbers = re.findall(r"\d+", versions[0]) if versions else []
     if tuple(map(int, numbers[:2])) < (2, 30):
