@@ -442,7 +442,7 @@ class _All:
 
 def _gpus(node: Node, nodes: _All) -> str:
     own = node.own
-    if own.gpus_seen < 0:  # with AMD GPUs no node has NVML
+    if own.gpus_seen < 0:  # with GPUs of Intel no node has NVML
         return own.gpu_fault if nodes.gpus_seen.without()[0] else ""
     if 0 <= own.gpus_seen < own.gpus_granted:
         seen = f"{own.gpus_seen} of {own.gpus_granted} GPUs answer"

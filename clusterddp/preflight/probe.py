@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from clusterddp import polling
@@ -112,26 +113,29 @@ def measure_with_peers(
     return LoadMeasurements(spin, interface, *_link(interface)), pairs
 
 
-def measure_gpus(environ: Mapping[str, str], granted: int) -> NodeMeasurements:
+def measure_gpus(
+    environ: Mapping[str, str], granted: int, root: Path = Path("/")
+) -> NodeMeasurements:
     """Check this node's GPUs. Memory in use counts if it stays in use for some seconds.
 
-    granted: the job's GPUs on this node.
+    granted: the job's GPUs on this node. root: root of the file system with AMD's driver.
     """
     if not granted:
         return NodeMeasurements()
     try:
-        from clusterddp.preflight import gpu_state, gpus
+        from clusterddp.preflight import amd_gpus, gpu_state, gpus
     except ImportError as error:  # a Python built without libffi has no ctypes
         return NodeMeasurements(gpus_granted=granted, gpu_fault=f"no NVML: {error}")
     visible, job = environ.get("CUDA_VISIBLE_DEVICES", "").split(","), environ.get("SLURM_JOB_ID")
-
-    def held() -> str:
-        return gpu_state.held_memory(gpus.inspect(granted, visible), job or "")
-
+    inspect, check = partial(gpus.inspect, granted, visible), partial(gpus.check, granted, visible)
+    if hardware.gpu_driver(root) == "AMD":
+        inspect = partial(amd_gpus.inspect, granted, root)
+        check = partial(amd_gpus.check, granted, root)
     within, every = polling.GPU_RELEASE_SECONDS, polling.GPU_RELEASE_POLL_SECONDS
-    polling.wait_until(lambda: not held(), within, every=every)  # the last job may just have ended
-    seen, fault = gpus.check(granted, visible)
-    readings = gpus.inspect(granted, visible)
+    polling.wait_until(  # the last job may just have ended
+        lambda: not gpu_state.held_memory(inspect(), job or ""), within, every=every
+    )
+    (seen, fault), readings = check(), inspect()
     linked = [gpu for gpu in readings.values() if gpu.nvlinks > 0]
     return NodeMeasurements(
         gpus_granted=granted,
