@@ -5,7 +5,6 @@ within seconds: a rank has failed, or the process above a node's ranks no longer
 A connection to the port of the node's slurmd then confirms the loss.
 """
 
-import json
 import os
 import signal
 import socket
@@ -26,7 +25,14 @@ from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.bad_nodes import BadNode
 from clusterddp.run.history import History
-from clusterddp.run.outcome import RENEWAL_SECONDS, last_renewal, path_of, read_outcomes
+from clusterddp.run.outcome import (
+    RENEWAL_SECONDS,
+    last_renewal,
+    load,
+    newest,
+    read_outcomes,
+    record_paths,
+)
 from clusterddp.run.records import Outcome
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
@@ -115,23 +121,26 @@ class NodeWatch:
         self._idle_due = 0.0
         self._signs: dict[str, tuple[float, float]] = {}
         """Latest change of a node's records, and when this process first saw it."""
-        self._records: dict[str, _Record] = {}
 
     def look(self, now: float) -> dict[str, str]:
         """Return the nodes that failed to answer often enough in a row, with the reason.
 
         now: a monotonic clock, in seconds.
         """
-        by_node: dict[str, list[_Record]] = {}
-        for record in self._read():
-            by_node.setdefault(record.outcome.host, []).append(record)
-        outcomes = [record.outcome for records in by_node.values() for record in records]
+        records = self._read()
+        outcomes = newest(outcome for record in records for outcome in record.outcomes)
+        by_node: dict[str, list[Outcome]] = {}
+        for outcome in outcomes:
+            by_node.setdefault(outcome.host, []).append(outcome)
+        changed: dict[str, float] = {}
+        for record in records:
+            for host in {outcome.host for outcome in record.outcomes}:
+                changed[host] = max(record.changed, changed.get(host, 0.0))
         failed = any(outcome.failed for outcome in outcomes)
         explained = any(_has_own_error(outcome) for outcome in outcomes)
         suspects = {}
         for node in self._nodes:
-            of_node = [record.outcome for record in by_node.get(node, ())]
-            sign = max((record.changed for record in by_node.get(node, ())), default=0.0)
+            of_node, sign = by_node.get(node, ()), changed.get(node, 0.0)
             before, since = self._signs.get(node, (None, now))
             if sign != before:
                 since = now
@@ -155,37 +164,17 @@ class NodeWatch:
         return lost
 
     def _read(self) -> Collection["_Record"]:
-        """Return the ranks' records; only those that may have changed are read.
-
-        Each node renews the record of its local rank 0, and a rewritten record is another file. Its
-        number may be one that was in use before, so once a rank has ended, all records are read.
-        """
-        ending = any(record.outcome.ended is not None for record in self._records.values())
-        before, self._records = self._records, {}
-        with suppress(OSError), os.scandir(self.attempt.outcomes) as entries:
-            for entry in entries:
-                if not (entry.name.startswith("rank-") and entry.name.endswith(".json")):
-                    continue
-                record = before.get(entry.name)
-                if (
-                    record is None
-                    or ending
-                    or record.outcome.local_rank == 0
-                    or record.inode != entry.inode()
-                ):
-                    record = _Record.read(Path(entry.path))
-                if record:
-                    self._records[entry.name] = record
-        return self._records.values()
+        """Return the readable records: usually one a node, which renews it."""
+        paths = record_paths(self.attempt.outcomes)
+        return [record for path in paths if (record := _Record.read(path))]
 
 
 class _Record(NamedTuple):
-    """Record of a rank, as last read."""
+    """File with the records of a node's ranks."""
 
-    inode: int
     changed: float
     """Its modification time."""
-    outcome: Outcome
+    outcomes: Sequence[Outcome]
 
     @classmethod
     def read(cls, path: Path) -> "_Record | None":
@@ -193,10 +182,10 @@ class _Record(NamedTuple):
 
         It is opened, because a network file system answers stat from its cache.
         """
-        with suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if outcome := files.load(Outcome, json.loads(file.read()), strict=True):
-                return cls(status.st_ino, status.st_mtime, outcome)
+        with suppress(OSError), path.open("rb") as file:
+            changed = os.fstat(file.fileno()).st_mtime
+            if outcomes := load(path, file.read()):
+                return cls(changed, outcomes)
         return None
 
 
@@ -316,7 +305,8 @@ def end_step(
 
 def _may_save(attempt: Attempt, left: Collection[Outcome]) -> bool:
     """Return whether the parents of ranks that have just ended may begin to save a snapshot."""
-    records = [path_of(attempt.outcomes, o.rank) for o in left if o.step is not None]
+    hosts = {outcome.host for outcome in left if outcome.step is not None}
+    records = [path for host in hosts for path in record_paths(attempt.outcomes, host)]
     with suppress(OSError):
         latest = max(records, key=last_renewal, default=None)
         return latest is not None and files.age(latest, attempt.path) < _SAVE_BEGINS_SECONDS

@@ -27,10 +27,10 @@ from clusterddp.run.outcome import (
     any_began,
     last_renewal,
     note_hung,
-    read_outcome,
     read_outcomes,
+    read_outcomes_of,
 )
-from clusterddp.run.records import HungRanks, StalledOutput
+from clusterddp.run.records import HungRanks, Outcome, StalledOutput
 from clusterddp.slurm import client as slurm
 from clusterddp.status import stacks
 from clusterddp.status.stacks import RankStacks
@@ -53,7 +53,7 @@ class SrunProcess:
 
     @property
     def _has_tasks(self) -> bool:
-        return any(self._attempt.outcomes.glob("rank-*.json"))
+        return any_began(self._attempt.outcomes)
 
     def process(self) -> int | None:
         """Return the process that forwards signals to the tasks; None before and after its life.
@@ -183,16 +183,15 @@ def step_name(attempt: Attempt, job: str) -> str:
 def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
     """Wait until srun should have ended. Return the reason.
 
-    Each poll reads the record of one active rank, whatever their number.
+    Each poll reads the record of one host with an active rank, whatever their number.
     """
     before: tuple[object, ...] = ()
     since = time.monotonic()
-    first_at_work = 0
+    at_work = _AtWork(attempt, ranks)
     for _ in polling.poll(every=polling.STEP_POLL_SECONDS):
         if attempt.is_superseded:
             break
-        while first_at_work < ranks and _has_ended(attempt, first_at_work):
-            first_at_work += 1
+        first_at_work = at_work.first()
         has_final_record, sign = attempt.end.exists(), 0.0
         with suppress(OSError):  # a COMMAND has no liveness file
             sign = last_renewal(attempt.alive)
@@ -200,20 +199,34 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
         if now != before or attempt.is_saving_memory:
             before, since = now, time.monotonic()
         quiet = time.monotonic() - since
-        if first_at_work >= ranks:
+        if first_at_work is None:
             if quiet >= grace_seconds:
-                if all(outcome.ended is not None for outcome in read_outcomes(attempt.outcomes)):
-                    return "every task's end is recorded"
-                first_at_work = 0  # an agent has restarted its ranks, or added some
+                return "every task's end is recorded"
         elif has_final_record and quiet >= polling.FINAL_RECORD_SECONDS:
             seconds = setting(polling.FINAL_RECORD_SECONDS)
             return f"the training has ended, with no heartbeat for {seconds}"
     return "a later attempt has begun"  # in the same job, with another srun
 
 
-def _has_ended(attempt: Attempt, rank: int) -> bool:
-    outcome = read_outcome(attempt.outcomes, rank)
-    return outcome is not None and outcome.ended is not None
+class _AtWork:
+    """First rank of an attempt without a recorded end."""
+
+    def __init__(self, attempt: Attempt, ranks: int) -> None:
+        self._folder, self._ranks = attempt.outcomes, ranks
+        self._known: Outcome | None = None
+
+    def first(self) -> int | None:
+        """Return its number; None without one, until an agent restarts its ranks."""
+        known = self._known
+        if known and known.ended is None:
+            of_host = read_outcomes_of(self._folder, known.host)
+            if any(o.rank == known.rank and o.ended is None for o in of_host):
+                return known.rank
+        outcomes = {each.rank: each for each in read_outcomes(self._folder)}
+        self._known = next((each for each in outcomes.values() if each.ended is None), None)
+        if self._known:
+            return self._known.rank
+        return next((rank for rank in range(self._ranks) if rank not in outcomes), None)
 
 
 _POLLS = 20

@@ -21,13 +21,14 @@ from clusterddp import polling
 from clusterddp.errors import RequestError
 from clusterddp.launchers import SentJob, sbatch
 from clusterddp.processes import replace_environment
+from clusterddp.ranks.variables import host_name
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Cause
 from clusterddp.run.history import History, Policy, decide, steps_gained
-from clusterddp.run.outcome import read_outcome, read_outcomes
+from clusterddp.run.outcome import read_outcomes, read_outcomes_of
 from clusterddp.run.records import Outcome
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client, forms
@@ -145,8 +146,8 @@ class Task:
             code = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT).wait()
         if code:
             raise RuntimeError(f"the rank ended with exit code {code}; its log is {log.name}")
-        outcome = read_outcome(attempt.outcomes, rank)
-        if outcome and outcome.stopped:
+        of_host = read_outcomes_of(attempt.outcomes, host_name(os.environ))
+        if any(each.rank == rank and each.stopped for each in of_host):
             raise SystemExit(0)
 
     def checkpoint(self) -> object:

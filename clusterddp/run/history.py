@@ -15,11 +15,11 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.events import Cause, Ended, Event, Failure, NodesMarkedBad, Started
+from clusterddp.run.outcome import read_outcome
 from clusterddp.run.records import (
     AttemptRecord,
     AttemptSummary,
     FinalRecord,
-    Outcome,
     SlowRank,
     SlowRanks,
     SlowRuns,
@@ -218,7 +218,7 @@ def step_of_death(attempt: Attempt, failure: Failure | None) -> int | None:
     record = attempt.read_record()
     if failure is None or record is None:
         return None
-    outcome = files.read(Outcome, attempt.outcomes / f"rank-{failure.rank}.json")
+    outcome = read_outcome(attempt.outcomes, failure.rank)
     if outcome and outcome.step is not None:
         return outcome.step
     step, is_killed = attempt.read_liveness().step, (failure.exit_code or 0) > _SIGNALLED

@@ -4,34 +4,29 @@ A task's parent records how it ended. If both were killed, the end is known from
 Errors that only follow from another rank's end are distinguished from the first one.
 """
 
+import json
 import os
 import signal
-import sys
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
-from clusterddp import files, log
-from clusterddp.errors import EXIT_FAILED, EXIT_STOPPED
-from clusterddp.formatting import signal_name
-from clusterddp.processes.table import start_ticks
-from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import host_name
-from clusterddp.run.attempt import Attempt
+from clusterddp import files
+from clusterddp.errors import EXIT_FAILED
 from clusterddp.run.events import Failure
-from clusterddp.run.records import HungRanks, NestedWorld, Outcome, TaskError
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.records import HungRanks, Outcome
 from clusterddp.slurm import srun_lines
-from clusterddp.slurm.forms import SPARES_VARIABLE
 from clusterddp.slurm.srun_lines import TaskEnd
 
 RENEWAL_SECONDS = 5.0
 """Interval at which a node renews its record in a job with spare nodes."""
 HUNG = "hung.json"
+RANKS = "ranks"
+"""Field of a node's record with its ranks' records."""
 _CLOCKS = "clocks.json"
+_NODE, _RANK = "node-", "rank-"
 
 
 def failure_of(outcome: Outcome) -> Failure:
@@ -46,7 +41,7 @@ def failure_of(outcome: Outcome) -> Failure:
 
 def read_outcomes(folder: Path) -> list[Outcome]:
     """Read the records of an attempt's ranks, ordered by rank."""
-    outcomes = [files.read(Outcome, path, strict=True) for path in folder.glob("rank-*.json")]
+    outcomes = newest(each for path in record_paths(folder) for each in load(path))
     hung = files.read(HungRanks, folder / HUNG) or HungRanks()
     clocks = files.read_json(folder / _CLOCKS) or {}
     return [
@@ -55,8 +50,75 @@ def read_outcomes(folder: Path) -> list[Outcome]:
             hung=hung.reason if outcome.rank in hung.ranks else "",
             clock_ahead=files.number(clocks.get(outcome.host)),
         )
-        for outcome in sorted(filter(None, outcomes), key=lambda outcome: outcome.rank)
+        for outcome in outcomes
     ]
+
+
+def read_outcome(folder: Path, rank: int) -> Outcome | None:
+    """Read the record of one rank; None if it is missing or unreadable.
+
+    A rank can move to another node within its attempt (torchrun), so all nodes' records are read.
+    """
+    return next((each for each in read_outcomes(folder) if each.rank == rank), None)
+
+
+def read_outcomes_of(folder: Path, host: str) -> list[Outcome]:
+    """Read the records of a host's ranks, whatever the number of hosts."""
+    outcomes = newest(each for path in record_paths(folder, host) for each in load(path))
+    return [each for each in outcomes if each.host == host]
+
+
+def record_paths(folder: Path, host: str = "") -> list[Path]:
+    """Return the files with the ranks' records: of all hosts, or all that may be a host's."""
+    nodes = f"{_NODE}{quote(host, safe='')}." if host else _NODE
+    with suppress(OSError), os.scandir(folder) as entries:
+        return [
+            folder / entry.name
+            for entry in entries
+            if entry.name.endswith(".json") and entry.name.startswith((nodes, _RANK))
+        ]
+    return []
+
+
+def load(path: Path, content: bytes | None = None) -> list[Outcome]:
+    """Read the records in a file; none from an incomplete one. content: the file's, if known."""
+    try:
+        records = json.loads(files.read_file(path) if content is None else content)
+    except (OSError, ValueError, RecursionError):
+        return []
+    if isinstance(records, dict):
+        records = records.get(RANKS, [records])
+    if not isinstance(records, list):
+        return []
+    return list(filter(None, (files.load(Outcome, each, strict=True) for each in records)))
+
+
+def newest(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Return the newest record of each rank, ordered by rank.
+
+    Older ones remain in the file of a node whose leader was lost, or that a rank has left.
+    """
+    latest: dict[int, Outcome] = {}
+    for each in outcomes:
+        known = latest.setdefault(each.rank, each)
+        if (each.started, each.revision) > (known.started, known.revision):
+            latest[each.rank] = each
+    return [latest[rank] for rank in sorted(latest)]
+
+
+def rank_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's own record, written if its node's cannot be."""
+    return folder / f"{_RANK}{rank}.json"
+
+
+def node_path(folder: Path, host: str) -> Path:
+    """Return the path of the record of this host's ranks.
+
+    Containers with a network of their own cannot share a record, so its number is in the name.
+    Raises OSError without /proc.
+    """
+    network = Path("/proc/self/ns/net").readlink().name.strip("net:[]")
+    return folder / f"{_NODE}{quote(host, safe='')}.{network}.json"
 
 
 def note_clocks(folder: Path, ahead: Mapping[str, float]) -> None:
@@ -70,8 +132,8 @@ def note_hung(folder: Path, ranks: Sequence[int], reason: str, *, ended: bool = 
     Without ranks, all hang at one place. A rank whose end is recorded does not hang: the others
     wait because of its end. ended: the job is ended because of the hang. Raises OSError.
     """
-    outcomes = {rank: read_outcome(folder, rank) for rank in ranks}
-    at_work = tuple(rank for rank, outcome in outcomes.items() if not (outcome and outcome.ended))
+    done = {each.rank for each in read_outcomes(folder) if each.ended} if ranks else set()
+    at_work = tuple(rank for rank in ranks if rank not in done)
     if at_work or ended or (reason and not ranks):
         files.write_record(folder / HUNG, HungRanks(at_work, reason, ended))
     else:
@@ -84,19 +146,9 @@ def hang_that_ended_job(folder: Path) -> HungRanks | None:
     return hung if hung and hung.ended else None
 
 
-def read_outcome(folder: Path, rank: int) -> Outcome | None:
-    """Read the record of one rank; None if it is missing or unreadable."""
-    return files.read(Outcome, path_of(folder, rank), strict=True)
-
-
 def any_began(folder: Path) -> bool:
     """Return whether a rank of the attempt has recorded its start."""
-    return any(folder.glob("rank-*.json"))
-
-
-def path_of(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's record, whose time its parent renews."""
-    return folder / f"rank-{rank}.json"
+    return bool(record_paths(folder))
 
 
 def last_renewal(path: Path) -> float:
@@ -267,133 +319,3 @@ def _log(rank: int) -> str:
 def is_signalled(code: int) -> bool:
     """Return whether an exit code is a shell's for a command ended by a signal."""
     return 128 < code < 128 + signal.NSIG
-
-
-_SAVING = (signal.SIGUSR1, signal.SIGUSR2)
-
-
-class TaskRecord:
-    """rank-R.json: written when the task starts, and again when it ends."""
-
-    def __init__(self, run: RunDir, env: DistEnv, attempt: int | None) -> None:
-        self._run = run
-        self._attempt = Attempt(run, attempt) if attempt else None
-        self._folder = self._attempt.outcomes if self._attempt else run.outcomes
-        self._rank, self._writing = env.rank, threading.Lock()
-        self._asked_to_end = False
-        self._fields: dict[str, object] = {
-            "rank": env.rank,
-            "local_rank": env.local_rank,
-            "node_rank": env.node_rank,
-            # Slurm's name for the host, because srun's messages use it too.
-            "host": host_name(os.environ),
-            "job_id": os.environ.get("SLURM_JOB_ID", ""),
-            "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-            "step_id": os.environ.get("SLURM_STEP_ID", ""),
-            "received_signal": None,  # set early: a signal can arrive while the fields are written
-        }
-
-    def record_start(self, pid: int) -> None:
-        self._fields |= {
-            "pid": pid,
-            "ticks": start_ticks(pid),
-            "python": sys.executable,
-            "started": round(time.time(), 3),
-        }
-        self._write()
-        if SPARES_VARIABLE in os.environ and self._fields["local_rank"] == 0:
-            threading.Thread(target=self._renew_liveness, daemon=True).start()
-
-    def _renew_liveness(self) -> None:
-        """Renew the record's time, which shows the controller that this node is not lost."""
-        while True:
-            time.sleep(RENEWAL_SECONDS)
-            with suppress(OSError):  # it may be gone
-                os.utime(self._path)
-
-    def note_signal(self, number: int) -> None:
-        """Note a signal that the task does not ignore. Called from a signal handler."""
-        if number in _SAVING and self._asked_to_end:
-            return
-        self._asked_to_end = number not in _SAVING
-        self._fields["received_signal"] = {
-            "signal": signal_name(number),
-            "time": round(time.time(), 3),
-        }
-
-    def note_step(self, step: int | None) -> None:
-        """Note how many steps the rank had done at its end."""
-        if step is not None:
-            self._fields["step"] = step
-
-    def note_continued(self) -> None:
-        """Note that the task continued after a stop."""
-        self._fields["continued"] = round(time.time(), 3)
-
-    @property
-    def has_signal(self) -> bool:
-        """True if a signal was noted."""
-        return self._fields["received_signal"] is not None
-
-    @property
-    def _path(self) -> Path:
-        return path_of(self._folder, self._rank)
-
-    def record_end(self, status: int, explain: Callable[[int], TaskError | None]) -> int:
-        """Record the end and its error. status: as from wait(2); it is returned."""
-        code, error = os.waitstatus_to_exitcode(status), explain(status)
-        with self._writing:
-            self._fields |= {
-                "ended": round(time.time(), 3),
-                "exit_code": code if code >= 0 else 128 - code,
-                "signal": signal_name(-code) if code < 0 else None,
-                "error": _error_fields(error) if error else None,
-                **self._collectives(code),
-            }
-            self._write()
-        return status
-
-    def _collectives(self, code: int) -> dict[str, object]:
-        """Return the collective calls of a failed rank, if it has dumped the flight recorder."""
-        if not self._attempt or code in (0, EXIT_STOPPED):
-            return {}
-        from clusterddp.run import flight_recorder  # seldom needed
-
-        known = flight_recorder.read_dump(self._attempt.nccl_trace(self._rank))
-        return {"collectives": [vars(each) for each in known]} if known else {}
-
-    def record_nested_world(self, world: NestedWorld) -> None:
-        """Record that the task's children formed a separate world. Any thread may call it."""
-        with self._writing:
-            self._fields["nested_world"] = vars(world)
-            self._write()
-
-    def record_listening(self, has_listened: bool) -> None:
-        """Record whether a port for the other ranks is open. Any thread may call it."""
-        with self._writing:
-            self._fields["listened"] = has_listened
-            self._write()
-
-    def _write(self) -> None:
-        """Write the record. If the run directory is gone or full, only the record is lost."""
-        try:
-            if self._attempt:
-                self._attempt.write_final_record(self._path, self._fields)
-            else:
-                self._run.make(
-                    self._folder
-                )  # an attempt's directory exists, or the attempt is gone
-                files.write_record(self._path, self._fields)
-        except OSError as error:
-            log.warning(
-                f"rank {self._fields['rank']} on {self._fields['host']} cannot record its outcome "
-                f"in {self._folder}: {error.strerror}. [CD0518]"
-            )
-
-
-_OPTIONAL = ("of_command", "code")
-"""Fields of an error that are written only if set."""
-
-
-def _error_fields(error: TaskError) -> dict[str, object]:
-    return {name: value for name, value in vars(error).items() if value or name not in _OPTIONAL}

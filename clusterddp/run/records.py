@@ -255,7 +255,10 @@ class ReceivedSignal:
 
 @dataclass(frozen=True)
 class Outcome:
-    """outcomes/rank-R.json: how a rank ended."""
+    """outcomes/node-HOST.N.json holds one for each rank of a host: how it ended.
+
+    N is the host's network namespace. Where that file cannot be written: rank-R.json.
+    """
 
     rank: int
     """Rank, from 0."""
@@ -299,6 +302,8 @@ class Outcome:
     """Signal that asked it to save or end; None without one, or if it ignores them."""
     continued: float | None = None
     """Time at which it last continued after a stop, for example by `scontrol suspend`."""
+    revision: int = 0
+    """Number of times that its parent has written it."""
     listened: bool | None = None
     """For rank 0 of a COMMAND with torch: whether it, or any process on MASTER_PORT, listened for
     other ranks; None if not checked."""

@@ -25,7 +25,7 @@ from clusterddp.processes import stacks
 from clusterddp.processes.stacks import Frame, Program
 from clusterddp.run import events
 from clusterddp.run.attempt import latest
-from clusterddp.run.outcome import read_outcomes
+from clusterddp.run.outcome import read_outcomes, read_outcomes_of
 from clusterddp.run.records import Outcome
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import submission_environment
@@ -129,7 +129,7 @@ def gather(
 def read_here(run: RunDir, ranks: Sequence[int] = (), *, workers: bool = False) -> list[RankStacks]:
     """Read the stacks of the ranks that run on this host."""
     names = {os.environ.get("SLURMD_NODENAME"), os.uname().nodename}
-    outcomes = (outcome for outcome in _outcomes(run, ranks) if outcome.host in names)
+    outcomes = [each for name in names if name for each in _outcomes(run, ranks, name)]
     return _read([o for o in outcomes if o.ended is None and o.ticks], workers=workers)
 
 
@@ -155,11 +155,16 @@ def decode_lines(text: str) -> list[RankStacks]:
     return rank_stacks
 
 
-def _outcomes(run: RunDir, ranks: Sequence[int]) -> list[Outcome]:
+def _outcomes(run: RunDir, ranks: Sequence[int], host: str = "") -> list[Outcome]:
+    """Read the records of the named ranks, or of all; of one host, whatever their number."""
     attempt = latest(run)
-    outcomes = read_outcomes(attempt.outcomes if attempt else run.outcomes)
+
+    def read(folder: Path) -> list[Outcome]:
+        return read_outcomes_of(folder, host) if host else read_outcomes(folder)
+
+    outcomes = read(attempt.outcomes if attempt else run.outcomes)
     if not outcomes and attempt:  # its ranks were started by hand
-        outcomes = read_outcomes(run.outcomes)
+        outcomes = read(run.outcomes)
     return [outcome for outcome in outcomes if not ranks or outcome.rank in ranks]
 
 

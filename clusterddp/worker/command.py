@@ -16,8 +16,8 @@ from clusterddp.ranks.dist_env import DistEnv
 
 if TYPE_CHECKING:
     from clusterddp.run.attempt import Attempt
-    from clusterddp.run.outcome import TaskRecord
     from clusterddp.run.records import TaskError
+    from clusterddp.worker.task_record import TaskRecord
 
 _Ended = Callable[[], None]
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)

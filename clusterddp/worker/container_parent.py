@@ -32,11 +32,12 @@ from clusterddp.processes.container import (
 from clusterddp.processes.signals import set_subreaper
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import IMAGE_VARIABLE, OWN_PIDS_VARIABLE, host_name, is_rehearsal
-from clusterddp.run.outcome import TaskRecord, is_signalled, read_outcome
+from clusterddp.run.outcome import is_signalled, read_outcomes_of
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
 from clusterddp.worker.command import become
 from clusterddp.worker.supervise import supervise
+from clusterddp.worker.task_record import TaskRecord
 
 MIN_PYTHON = (3, 10)
 _SMALL_SHARED_MEMORY = 256 << 20
@@ -130,7 +131,8 @@ class _OutsideRecord(TaskRecord):
             status = signal.SIGTERM
         if is_signalled(os.waitstatus_to_exitcode(status)):  # a shell's 128 + N
             status = (status >> 8) - 128
-        inside = read_outcome(self._folder, int(str(self._fields["rank"])))
+        of_host = read_outcomes_of(self._folder, str(self._fields["host"]))
+        inside = next((each for each in of_host if each.rank == self._fields["rank"]), None)
         began = float(str(self._fields["started"]))
         if inside is None or inside.ended is None or inside.ended < began:
             super().record_end(status, error)

@@ -20,7 +20,7 @@ from clusterddp.run.history import (
     steps_gained,
     withdrawal_cause,
 )
-from clusterddp.run.outcome import last_renewal, read_outcome
+from clusterddp.run.outcome import last_renewal, read_outcomes_of
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending
 from clusterddp.slurm.forms import expand_nodelist
@@ -48,8 +48,7 @@ def _is_lost(attempt: Attempt, host: str) -> bool:
     except OSError:  # a launcher that has no controller
         return False
     for _ in polling.poll(LIVENESS_TIMEOUT, every=polling.RECORDS_POLL_SECONDS):
-        first = read_outcome(attempt.outcomes, 0)  # reading all ranks is too slow in large jobs
-        if first and first.failed and first.host == host:
+        if any(each.rank == 0 and each.failed for each in read_outcomes_of(attempt.outcomes, host)):
             return False
         if attempt.is_superseded or last_renewal(attempt.controller) != before:
             return False

@@ -39,10 +39,10 @@ from clusterddp.processes.table import accepts_signal
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
 from clusterddp.run.attempt import Attempt, write_restart_divider
-from clusterddp.run.outcome import TaskRecord
 from clusterddp.run.records import TaskError, announced
 from clusterddp.run.run_dir import RunDir
 from clusterddp.worker.memory_keeper import MemoryKeeper
+from clusterddp.worker.task_record import TaskRecord
 
 # Signals that Slurm, an agent or a user sends to a task; they must not end its parent.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -111,6 +111,7 @@ def supervise(
             from clusterddp.worker import lost_script  # seldom needed
 
             lost_script.requeue_if_lost(own, env)
+        record.close(failed=code not in (0, EXIT_STOPPED))
     if code == EXIT_STOPPED and not task.forwards:
         return 0
     return code if code >= 0 else 128 - code

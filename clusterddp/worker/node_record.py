@@ -1,0 +1,175 @@
+"""One record for the ranks of a node, written by the parent of the task that started first.
+
+Hundreds of nodes share the directory of the records. So the parents of a node's tasks meet at a
+Unix socket: the first one, the leader, writes what the others send, and answers when it is on disk.
+If the leader is lost, another one takes its place; if there is no answer, a rank's parent writes
+its record alone.
+"""
+
+import json
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+from clusterddp import files, polling
+from clusterddp.run.outcome import RANKS
+
+ANSWER_SECONDS = 10.0
+"""Time for the leader to write, before a parent writes its record alone."""
+_JOIN_SECONDS = 1.0
+# Records that arrive within this time are written at once; longest delay of the first of them.
+_GATHER_SECONDS, _MAX_GATHER_SECONDS = 0.02, 0.2
+# Time for which a leader stays for the other ranks' ends: they usually end together.
+_STAY_SECONDS, _STAY_AFTER_FAILURE_SECONDS = 1.0, 0.3
+_MAX_MESSAGE = 1 << 18
+_KEPT, _FAILED = b"+", b"-"
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
+
+
+class NodeRecord:
+    """Record of a node's ranks, as the parent of one of them uses it."""
+
+    def __init__(self, path: Path, write: Callable[[Path, object], None]) -> None:
+        """path: the node's record. write: writes it durably; raises OSError."""
+        self.path, self._write = path, write
+        # An address without a file (unix(7), abstract), known only in this network namespace. Any
+        # user can bind it, so both sides check the other's user.
+        name = sha256(os.fsencode(path.absolute())).hexdigest()[:32]
+        self._address = f"\0clusterddp-{os.geteuid()}-{name}"
+        self._peer: socket.socket | None = None
+        self._leader: _Leader | None = None
+
+    def keep(self, record: Mapping[str, object]) -> bool:
+        """Have a rank's record written; False if it must be written alone."""
+        message = json.dumps(record).encode()
+        for _ in range(2):  # the second one after the loss of the leader
+            with suppress(OSError):
+                self._peer = self._peer or self._join()
+                self._peer.sendall(message)
+                if answer := self._peer.recv(1):
+                    return answer == _KEPT
+            self._leave()
+        return False
+
+    def close(self, failed: bool) -> None:
+        """Leave the others; a leader stays for a moment, in which they usually end as well."""
+        self._leave()
+        if leader := self._leader:
+            seconds = _STAY_AFTER_FAILURE_SECONDS if failed else _STAY_SECONDS
+            polling.wait_until(lambda: leader.is_alone, seconds, every=polling.CHILD_POLL_SECONDS)
+
+    def _join(self) -> socket.socket:
+        """Connect to the leader, or become it. Raises OSError."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(self._address)
+            listener.listen(128)
+        except OSError:  # there is a leader
+            listener.close()
+        else:
+            self._leader = _Leader(listener, self.path, self._write)
+        polls = polling.poll(_JOIN_SECONDS, every=polling.CHILD_POLL_SECONDS)
+        for is_last in polls:
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                peer.settimeout(ANSWER_SECONDS)
+                peer.connect(self._address)
+                _check_user(peer)
+                return peer
+            except ConnectionRefusedError:  # it has bound its socket and does not listen yet
+                peer.close()
+                if is_last:
+                    raise
+            except OSError:
+                peer.close()
+                raise
+        raise AssertionError("the last poll returns or raises")
+
+    def _leave(self) -> None:
+        if self._peer:
+            self._peer.close()
+        self._peer = None
+
+
+class _Leader:
+    """Thread that writes the records of its node's ranks."""
+
+    def __init__(
+        self, listener: socket.socket, path: Path, write: Callable[[Path, object], None]
+    ) -> None:
+        self._listener, self._path, self._write = listener, path, write
+        self._records: dict[object, dict[str, object]] = {}
+        self._waiting: list[socket.socket] = []
+        self._peers = selectors.DefaultSelector()
+        self._peers.register(listener, selectors.EVENT_READ)
+        threading.Thread(target=self._serve, name="node-record", daemon=True).start()
+
+    @property
+    def is_alone(self) -> bool:
+        """True if no parent is connected."""
+        return len(self._peers.get_map()) <= 1
+
+    def _serve(self) -> None:
+        before = (files.read_json(self._path) or {}).get(RANKS)  # of an earlier leader
+        for record in before if isinstance(before, list) else ():
+            self._take(record)
+        first = 0.0
+        while True:
+            ready = self._peers.select(_GATHER_SECONDS if self._waiting else None)
+            if not self._waiting:
+                first = time.monotonic()
+            for key, _ in ready:
+                self._answer(key.fileobj)
+            if self._waiting and (not ready or time.monotonic() - first > _MAX_GATHER_SECONDS):
+                self._keep()
+
+    def _answer(self, ready: object) -> None:
+        """Accept a parent, or take its record."""
+        assert isinstance(ready, socket.socket)
+        try:
+            if ready is self._listener:
+                peer, _ = ready.accept()
+                with suppress(PermissionError):
+                    _check_user(peer)
+                    self._peers.register(peer, selectors.EVENT_READ)
+                return
+            message = ready.recv(_MAX_MESSAGE)
+        except OSError:
+            message = b""
+        if message:
+            with suppress(ValueError):
+                self._take(json.loads(message))
+            self._waiting.append(ready)
+        elif ready is not self._listener:
+            self._peers.unregister(ready)
+            ready.close()
+
+    def _take(self, record: object) -> None:
+        if isinstance(record, dict):
+            self._records[record.get("rank")] = record
+
+    def _keep(self) -> None:
+        """Write all records, and tell those who wait for it."""
+        answer = _KEPT
+        try:
+            self._write(self._path, {RANKS: list(self._records.values())})
+        except OSError:
+            answer = _FAILED
+        for peer in self._waiting:
+            with suppress(OSError):
+                peer.send(answer)
+        self._waiting.clear()
+
+
+def _check_user(peer: socket.socket) -> None:
+    """Raise PermissionError if the other side belongs to another user."""
+    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    if _CREDENTIALS.unpack(found)[1] != os.geteuid():
+        raise PermissionError
