@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from clusterddp.distributed import tcp_store
+from clusterddp.distributed.shared_store import SharedStore
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.ranks.variables import host_name
 
 # Seconds for which stop() waits for the thread.
 _STOP_SECONDS = 1.0
@@ -183,14 +185,23 @@ def address_of_group() -> tuple[str, int] | None:
     return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
-def connect(env: DistEnv, environ: Mapping[str, str], timeout: float) -> Store:
-    """Open a separate connection to rank 0's store for the watchdog.
+def connect(env: DistEnv, environ: Mapping[str, str], timeout: float, beat: float) -> SharedStore:
+    """Connect the watchdog to rank 0's store, by one connection of the node.
 
-    A waiting torch call blocks a shared connection. Raises TimeoutError or RuntimeError.
+    It is separate from the training's, which a waiting call of torch blocks. beat: see SharedStore.
+    Raises TimeoutError or RuntimeError.
     """
-    store = tcp_store.client(env.master_addr, env.master_port, timeout)
-    # torchrun restarts failed workers against the same store.
-    return PrefixStore(f"watchdog/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+    def reach() -> Store:
+        tcp_store.check_listener(env)
+        store = tcp_store.client(env.master_addr, env.master_port, timeout)
+        # torchrun restarts failed workers against the same store.
+        return PrefixStore(f"watchdog/{restart}", store)
+
+    job = (environ.get(f"SLURM_{word}", "") for word in ("JOB_ID", "STEP_ID"))
+    names = (host_name(environ), env.master_addr, str(env.master_port), *job, restart)
+    return SharedStore("/".join(names), reach, timeout, beat)
 
 
 class Exchange:
@@ -203,7 +214,7 @@ class Exchange:
 
     def __init__(
         self,
-        connect: Callable[[], Store],
+        connect: Callable[[], SharedStore],
         rank: int,
         beat: float,
         heartbeat: Callable[[int, bool], Heartbeat],
@@ -240,7 +251,7 @@ class Exchange:
         except Exception as error:  # training continues without the watchdog
             self.failure = _reason(error)
 
-    def _open(self) -> Store | None:
+    def _open(self) -> SharedStore | None:
         while not self._stopping.is_set():
             try:
                 return self._connect()
@@ -249,7 +260,7 @@ class Exchange:
             self._stopping.wait(self._beat)
         return None
 
-    def _round(self, store: Store) -> None:
+    def _round(self, store: SharedStore) -> None:
         self._post(store, left=False)
         if self.suspect != self._published:
             self._published = self.suspect
@@ -259,11 +270,11 @@ class Exchange:
                 self.snapshot = self._read(store, wanted)
         self.rounds += 1
 
-    def _post(self, store: Store, left: bool) -> None:
+    def _post(self, store: SharedStore, left: bool) -> None:
         heartbeat = self._heartbeat(self.rounds, left)
         store.set(f"progress/{self._rank}", heartbeat.to_json())
 
-    def _read(self, store: Store, ranks: range) -> Snapshot:
+    def _read(self, store: SharedStore, ranks: range) -> Snapshot:
         # Reading a missing key would wait for it.
         keys = {f"progress/{rank}": rank for rank in ranks}
         self._find(store, [key for key in keys if key not in self._present])
@@ -278,7 +289,7 @@ class Exchange:
         beats = {rank: heartbeat for rank, heartbeat in read.items() if heartbeat is not None}
         return Snapshot(ranks, beats, suspect)
 
-    def _find(self, store: Store, keys: list[str]) -> None:
+    def _find(self, store: SharedStore, keys: list[str]) -> None:
         """Note the keys that exist; halving their list takes few calls where few are missing."""
         if not keys:
             return

@@ -119,6 +119,12 @@ def client(address: str, port: int, seconds: float, *, ask_name_servers: bool = 
     return bounded(reach, seconds)
 
 
+def check_listener(env: DistEnv) -> None:
+    """Raise RuntimeError if nothing listens at the master address: torch would try for long."""
+    if not _somebody_listens(env):
+        raise RuntimeError("Connection refused")
+
+
 def bounded(call: Callable[[], T], seconds: float) -> T:
     """Return the result of `call`; raise TimeoutError and abandon it after `seconds`.
 

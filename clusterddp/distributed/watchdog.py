@@ -16,11 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed.distributed_c10d import Store
-
 from clusterddp import log
 from clusterddp.distributed import heartbeat
 from clusterddp.distributed.heartbeat import Exchange, Heartbeat, Phase, Progress, ResponseTracker
+from clusterddp.distributed.shared_store import SharedStore
 from clusterddp.formatting import duration
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.outcome import note_hung
@@ -49,15 +48,15 @@ class Finding(NamedTuple):
     """The text without the ranks; empty if none of them is known to hang."""
 
 
-def periods(watchdog: float, group_timeout: float, world_size: int) -> tuple[float, float]:
+def periods(watchdog: float, group_timeout: float, num_nodes: int) -> tuple[float, float]:
     """Return `silent_seconds` and `beat_seconds`, so that the finding precedes the timeout.
 
     If the process group's timeout came first, the waiting ranks would end before the hanging one
     is found. Then a third of the timeout is used, with more frequent heartbeats. The store receives
-    at most 1,000 heartbeats per second in total, or one per rank in 3.5 s: it takes about 280,000
+    those of at most 1,000 nodes per second, or one per node in 3.5 s: it takes about 280,000 values
     (torch 2.14). So the finding comes within 28 s after `silent_seconds` at any size.
     """
-    fastest = min(world_size / 1000, _LONGEST_BEAT_SECONDS)
+    fastest = min(num_nodes / 1000, _LONGEST_BEAT_SECONDS)
     beat = max(2.0, fastest)
     if watchdog + _BEATS_TO_FINDING * beat <= group_timeout:
         return watchdog, beat
@@ -86,7 +85,7 @@ class Watchdog:
 
     def __init__(
         self,
-        connect: Callable[[], Store] | None,
+        connect: Callable[[], SharedStore] | None,
         env: DistEnv,
         progress: Progress,
         *,
@@ -136,9 +135,16 @@ class Watchdog:
         **more: Any,
     ) -> "Watchdog":
         """Return the watchdog of a rank, with or without others; group_seconds: see `periods`."""
-        silent, beat = periods(silent_seconds, group_seconds, env.world_size)
-        connect = partial(heartbeat.connect, env, os.environ, 10.0) if env.world_size > 1 else None
-        return cls(connect, env, progress, silent_seconds=silent, beat_seconds=beat, **more)
+        silent, beat = periods(silent_seconds, group_seconds, env.num_nodes)
+        connect = partial(heartbeat.connect, env, os.environ, 10.0, beat)
+        return cls(
+            connect if env.world_size > 1 else None,
+            env,
+            progress,
+            silent_seconds=silent,
+            beat_seconds=beat,
+            **more,
+        )
 
     def __enter__(self) -> "Watchdog":
         self._tell_parent(self._silent_seconds + self._quiet)

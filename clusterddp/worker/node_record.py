@@ -7,30 +7,26 @@ its record alone.
 """
 
 import json
-import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 
 from clusterddp import files, polling
+from clusterddp.processes.node_socket import NodeSocket, check_user
 from clusterddp.run.outcome import RANKS
 
 ANSWER_SECONDS = 10.0
 """Time for the leader to write, before a parent writes its record alone."""
-_JOIN_SECONDS = 1.0
 # Records that arrive within this time are written at once; longest delay of the first of them.
 _GATHER_SECONDS, _MAX_GATHER_SECONDS = 0.02, 0.2
 # Time for which a leader stays for the other ranks' ends: they usually end together.
 _STAY_SECONDS, _STAY_AFTER_FAILURE_SECONDS = 1.0, 0.3
 _MAX_MESSAGE = 1 << 18
 _KEPT, _FAILED = b"+", b"-"
-_CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
 
 
 class NodeRecord:
@@ -39,10 +35,7 @@ class NodeRecord:
     def __init__(self, path: Path, write: Callable[[Path, object], None]) -> None:
         """path: the node's record. write: writes it durably; raises OSError."""
         self.path, self._write = path, write
-        # An address without a file (unix(7), abstract), known only in this network namespace. Any
-        # user can bind it, so both sides check the other's user.
-        name = sha256(os.fsencode(path.absolute())).hexdigest()[:32]
-        self._address = f"\0clusterddp-{os.geteuid()}-{name}"
+        self._socket = NodeSocket(str(path.absolute()), socket.SOCK_SEQPACKET)
         self._peer: socket.socket | None = None
         self._leader: _Leader | None = None
 
@@ -67,30 +60,9 @@ class NodeRecord:
 
     def _join(self) -> socket.socket:
         """Connect to the leader, or become it. Raises OSError."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            listener.bind(self._address)
-            listener.listen(128)
-        except OSError:  # there is a leader
-            listener.close()
-        else:
+        if listener := self._socket.listen():
             self._leader = _Leader(listener, self.path, self._write)
-        polls = polling.poll(_JOIN_SECONDS, every=polling.CHILD_POLL_SECONDS)
-        for is_last in polls:
-            peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                peer.settimeout(ANSWER_SECONDS)
-                peer.connect(self._address)
-                _check_user(peer)
-                return peer
-            except ConnectionRefusedError:  # it has bound its socket and does not listen yet
-                peer.close()
-                if is_last:
-                    raise
-            except OSError:
-                peer.close()
-                raise
-        raise AssertionError("the last poll returns or raises")
+        return self._socket.connect(ANSWER_SECONDS)
 
     def _leave(self) -> None:
         if self._peer:
@@ -137,7 +109,7 @@ class _Leader:
             if ready is self._listener:
                 peer, _ = ready.accept()
                 with suppress(PermissionError):
-                    _check_user(peer)
+                    check_user(peer)
                     self._peers.register(peer, selectors.EVENT_READ)
                 return
             message = ready.recv(_MAX_MESSAGE)
@@ -166,10 +138,3 @@ class _Leader:
             with suppress(OSError):
                 peer.send(answer)
         self._waiting.clear()
-
-
-def _check_user(peer: socket.socket) -> None:
-    """Raise PermissionError if the other side belongs to another user."""
-    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    if _CREDENTIALS.unpack(found)[1] != os.geteuid():
-        raise PermissionError

@@ -27,6 +27,7 @@ from clusterddp.slurm import client
 from clusterddp.slurm.forms import expand_nodelist
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status.state import judge, latest_submission
+from clusterddp.worker import task_record
 from tests.batch.test_controller import Heard, NoOutput
 from tests.made_events import ended, started, submitted
 from tests.request.test_spec import spec
@@ -44,11 +45,15 @@ def attempt(tmp_path: Path) -> Attempt:
 
 
 def record(attempt: Attempt, rank: int, host: str, **fields: object) -> None:
-    content = {
+    record = json.dumps(content(rank, host, **fields))
+    outcome.rank_path(attempt.outcomes, rank).write_text(record)
+
+
+def content(rank: int, host: str, **fields: object) -> dict[str, object]:
+    return {
         "rank": rank, "local_rank": 0, "node_rank": rank, "host": host, "pid": 1, "job_id": "17",
         "restart": 0, "step_id": "3", "started": 1.0, **fields,
     }  # fmt: skip
-    (attempt.outcomes / f"rank-{rank}.json").write_text(json.dumps(content))
 
 
 def failed(error: object = None) -> dict[str, object]:
@@ -241,7 +246,7 @@ def test_a_node_without_a_sign_of_life_is_asked(attempt: Attempt, asked: Nodes) 
     assert why == "its records have not changed for 15s, and its slurmd does not answer"
 
 
-def test_a_look_reads_one_record_of_each_node_and_those_that_changed(
+def test_a_look_reads_one_record_of_each_node(
     attempt: Attempt, asked: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every two seconds, for as long as the job runs."""
@@ -260,15 +265,13 @@ def test_a_look_reads_one_record_of_each_node_and_those_that_changed(
     monkeypatch.setattr(spares._Record, "read", counted)
     monkeypatch.setattr(spares, "read_outcomes", None)
     watch = spares.NodeWatch(attempt, [f"h{node:02}" for node in range(2, 34)])
-    for rank in range(256):
-        record(attempt, rank, f"h{rank // 8 + 2:02}", local_rank=rank % 8)
-    firsts = sorted(f"rank-{rank}.json" for rank in range(0, 256, 8))
-    assert (len(look()), look()) == (256, firsts)
-    changed = attempt.outcomes / "rank-3.json"
-    files.write_atomically(changed, changed.read_bytes())
-    assert (look(), look()) == (sorted([*firsts, "rank-3.json"]), firsts)
-    record(attempt, 8, "h03", ended=2.0, exit_code=0)
-    assert (look(), len(look())) == (firsts, 256)  # whose ends are to be seen soon
+    paths = []
+    for node in range(2, 34):
+        host = f"h{node:02}"
+        paths.append(outcome.node_path(attempt.outcomes, host))
+        ranks = [content(8 * node + local, host) for local in range(8)]
+        files.write_record(paths[-1], {outcome.RANKS: ranks})
+    assert look() == look() == sorted(path.name for path in paths)
 
 
 def test_an_error_of_the_program_has_no_node_asked(attempt: Attempt, asked: Nodes) -> None:
@@ -309,7 +312,7 @@ def test_a_parent_may_save_for_a_while_after_its_ranks_recorded_end(
     record(attempt, 0, "h01", **failed(PEER_LOST), step=step)
     record(attempt, 1, "h02", **failed(), step=40)  # lost: its parent saves nothing
     then = time.time() - age
-    os.utime(outcome.path_of(attempt.outcomes, 0), (then, then))
+    os.utime(outcome.rank_path(attempt.outcomes, 0), (then, then))
     spares.end_step(attempt, "17", ["h02"], lambda: 7)
     assert at_work == [7 if saves else None]
 
@@ -440,13 +443,13 @@ def test_one_task_of_each_node_renews_its_record(
     from tests.waiting import wait_for
 
     monkeypatch.setenv("CLUSTERDDP_SPARE_NODES", "1")
-    monkeypatch.setattr(outcome, "RENEWAL_SECONDS", 0.01)
+    monkeypatch.setattr(task_record, "RENEWAL_SECONDS", 0.01)
     env = DistEnv(
         rank=local_rank, local_rank=local_rank, node_rank=0, world_size=2, local_world_size=2,
         num_nodes=1, master_addr="h01", master_port=1, hostnames=(), origin="slurm",
     )  # fmt: skip
     run = RunDir(tmp_path / "a")
-    outcome.TaskRecord(run, env, None).record_start(1)
+    task_record.TaskRecord(run, env, None).record_start(1)
     path = run.outcomes / f"rank-{local_rank}.json"
     os.utime(path, (5, 5))
     if renews:

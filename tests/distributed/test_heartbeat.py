@@ -51,7 +51,7 @@ def test_no_connection_is_made_where_nobody_answers_as_a_store() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         ours = env(1, 2, stranger.getsockname()[1])
         with pytest.raises((TimeoutError, RuntimeError)):
-            heartbeat.connect(ours, {}, timeout=0.5)
+            heartbeat.connect(ours, {}, timeout=0.5, beat=0.5)
 
 
 def test_a_place_only_grows_in_whatever_order_a_step_goes() -> None:

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 from clusterddp import log
 from clusterddp.distributed import heartbeat
 from clusterddp.distributed.heartbeat import Heartbeat, Phase, Progress, Snapshot
+from clusterddp.distributed.shared_store import SharedStore
 from clusterddp.distributed.watchdog import Finding, Watchdog, judge, periods
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.worker.workstation import free_port
@@ -231,10 +232,10 @@ def test_a_store_that_does_not_answer_at_first_is_tried_again(logged: list[str])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ours, progress, may_connect = env(1, 2, store.port), Progress(), threading.Event()
 
-    def connect() -> dist.Store:
+    def connect() -> SharedStore:
         if not may_connect.is_set():
             raise TimeoutError
-        return heartbeat.connect(ours, {}, PATIENCE)
+        return heartbeat.connect(ours, {}, PATIENCE, 0.02)
 
     def said(words: str) -> Callable[[], bool]:
         return lambda: any(words in line for line in logged)
@@ -397,7 +398,7 @@ def train(
     )  # fmt: skip
     progress = Progress()
     dog = Watchdog(
-        partial(heartbeat.connect, ours, {}, PATIENCE), ours, progress,
+        partial(heartbeat.connect, ours, {}, PATIENCE, BEAT_SECONDS), ours, progress,
         silent_seconds=SILENT_SECONDS, beat_seconds=BEAT_SECONDS, host=f"h{rank:02}",
         note=lambda finding: tell(f"notes {finding and finding.ranks}"),
         leave=(lambda why: tell(f"leaves: {why}")) if leave_seconds else None,

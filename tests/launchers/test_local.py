@@ -21,6 +21,7 @@ from clusterddp.launchers.local import Limit, job_environment
 from clusterddp.request.resources import Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.outcome import read_outcome
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.made_events import ended, started
@@ -120,7 +121,7 @@ def test_the_rank_that_failed_first_is_named_everywhere(
 
 # Rank 0 loses rank 1 and ends first; rank 1 says why only when that is on record.
 LOSES_A_PEER = """
-import json, os, pathlib, signal, time
+import os, pathlib, signal, time
 import torch
 import torch.distributed as dist
 
@@ -131,9 +132,10 @@ if rank == 0:
     dist.all_reduce(torch.ones(1))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 dist.destroy_process_group()
-other = pathlib.Path("jobs/a/attempts/0001/outcomes/rank-0.json")
+from clusterddp.run.outcome import read_outcome
+records = pathlib.Path("jobs/a/attempts/0001/outcomes")
 deadline = time.monotonic() + 60
-while json.loads(other.read_text()).get("ended") is None and time.monotonic() < deadline:
+while read_outcome(records, 0).ended is None and time.monotonic() < deadline:
     time.sleep(0.05)
 raise ValueError("boom\\nof two lines")
 """
@@ -155,9 +157,9 @@ def test_the_exception_of_a_command_is_named_everywhere(tmp_path: Path) -> None:
     named = "rank 1 on 127.0.0.1 failed first: ValueError: boom (logs/rank-1.log)"
     assert done.returncode == 1
     assert named in done.stderr, done.stderr
-    lost = read_json(tmp_path / "jobs/a/attempts/0001/outcomes/rank-0.json")
+    lost = read_outcome(tmp_path / "jobs/a/attempts/0001/outcomes", 0)
     assert lost is not None
-    assert lost["error"]["peer_lost"], lost
+    assert lost.peer_lost, lost
     for argv in (["status"], ["runs"], ["report"], ["status", "--json"], ["runs", "--json"],
                  ["report", "--json"]):  # fmt: skip
         shown = subprocess.run(

@@ -4,7 +4,6 @@
 stuck, with gloo in NCCL's place.
 """
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from clusterddp.files import read_tail
 from clusterddp.run.attempt import begin
-from clusterddp.run.outcome import first_failure, read_outcomes
+from clusterddp.run.outcome import first_failure, read_outcome, read_outcomes
 from clusterddp.run.run_dir import RunDir
 from tests.on_gpu.hand_started import END_SECONDS, START_SECONDS, started
 from tests.waiting import wait_for
@@ -66,12 +65,13 @@ def test_every_rank_ends_and_the_one_that_failed_is_named(
     with started(gpu_digits, run.path, *more, world_size=2, PYTHONPATH=path, FAULT=fault) as ranks:
         if fault.startswith("SIG"):
             wait_for(lambda: read_tail(attempt.metrics, 1), "the first line of metrics")
-            record = json.loads((attempt.outcomes / "rank-1.json").read_text())
-            os.kill(record["pid"], signal.Signals[fault])
+            victim = read_outcome(attempt.outcomes, 1)
+            assert victim is not None
+            os.kill(victim.pid, signal.Signals[fault])
         code = ranks[0].end(START_SECONDS + TIMEOUT + NCCL_FOLLOWS + END_SECONDS)
         said = run.rank_log(0).read_text()
         if fault == "SIGSTOP":  # such a rank is left to srun, or to an agent
-            os.kill(record["pid"], signal.SIGKILL)
+            os.kill(victim.pid, signal.SIGKILL)
         assert ranks[1].end(NCCL_FOLLOWS + END_SECONDS) != 0
     record_property("rank 0's code", code)
     # The loss of a connection can have NCCL end a rank at once; its time-out is never first.

@@ -11,6 +11,7 @@ import pytest
 from clusterddp.checkpoints.catalog import name_of
 from clusterddp.files import read_json
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.outcome import read_outcome
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
@@ -206,15 +207,16 @@ def test_a_killed_rank_starts_again_inside_the_job(
         env={"PYTHONPATH": str(HOOKS), "CAMPAIGN_HOLDS": str(tmp_path)},
     )  # fmt: skip
     assert sent.returncode == 0, sent.stderr
-    victim, log = Attempt(run, 1).outcomes / "rank-1.json", run.rank_log(0)
+    records, log = Attempt(run, 1).outcomes, run.rank_log(0)
     if moment == "in the middle":
         held = f"held-step-{HELD_AT}.*"
         wait_for(lambda: len(list(tmp_path.glob(held))) == 4, "training")
         wait_for((run.checkpoints / name_of(30)).exists, "the checkpoint before")
     else:
-        wait_for(victim.exists, "rank 1 starts")
-    pid = (read_json(victim) or {})["pid"]
-    cluster.run_on("h01", ["kill", "-9", str(pid)], check=True)
+        wait_for(lambda: read_outcome(records, 1), "rank 1 starts")
+    victim = read_outcome(records, 1)
+    assert victim is not None
+    cluster.run_on("h01", ["kill", "-9", str(victim.pid)], check=True)
     hold.unlink()
     job_id = json.loads(sent.stdout)["job_id"]
     assert cluster.wait_job(job_id) == "COMPLETED", run.job_log.read_text()

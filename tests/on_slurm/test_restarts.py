@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.files import read_json
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.outcome import read_outcome
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
@@ -61,9 +61,9 @@ def test_a_rank_that_dies_of_hardware_restarts_the_run_without_a_retry(
     submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "bus", env=hold.env)
     run = RunDir(tmp_path / "jobs/bus")
     wait_held(hold, run.path)
-    outcome = read_json(Attempt(run, 1).outcomes / "rank-1.json")
+    outcome = read_outcome(Attempt(run, 1).outcomes, 1)
     assert outcome is not None
-    cluster.run_on(outcome["host"], ["kill", f"-{signal.SIGBUS:d}", str(outcome["pid"])])
+    cluster.run_on(outcome.host, ["kill", f"-{signal.SIGBUS:d}", str(outcome.pid)])
     hold.release()
     wait_for(lambda: len(of_kind(run, "ended")) == 2, "two ends", LONG)
     first, second = of_kind(run, "ended")

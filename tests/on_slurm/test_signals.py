@@ -11,6 +11,7 @@ import pytest
 from clusterddp.errors import EXIT_STOPPED
 from clusterddp.files import read_json
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import kinds, read_events
 from tests.on_slurm.cluster import SlurmCluster
@@ -86,8 +87,8 @@ def stops_and_goes_on(
     assert left is not None
     assert left["cause"] == "stopped", logs(run)
     assert HELD_AT <= left["step"] < STEPS
-    stopped = [read_json(first.outcomes / f"rank-{rank}.json") for rank in range(2)]
-    assert [(one or {}).get("exit_code") for one in stopped] == [EXIT_STOPPED] * 2
+    stopped = read_outcomes(first.outcomes)
+    assert [each.exit_code for each in stopped] == [EXIT_STOPPED] * 2
     assert second.read_record().step == left["step"]
     assert not Attempt(run, 3).path.exists()
     # The submission's own line comes from the login host, perhaps after the start's.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clusterddp.run.attempt import begin
-from clusterddp.run.outcome import read_outcome
+from clusterddp.run.outcome import read_outcome, read_outcomes
 from clusterddp.run.run_dir import RunDir
 from tests.run.test_flight_recorder import dump, entry
 from tests.waiting import wait_for
@@ -452,7 +452,7 @@ def test_an_attempts_record_lies_with_the_attempt(task: Any, tmp_path: Path) -> 
         "child = lambda: 3"
     )
     assert started.end() == 3
-    assert json.loads((made.outcomes / "rank-0.json").read_text())["exit_code"] == 3
+    assert [(each.rank, each.exit_code) for each in read_outcomes(made.outcomes)] == [(0, 3)]
     assert not started.run.outcomes.exists()
 
 

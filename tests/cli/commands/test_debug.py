@@ -18,6 +18,7 @@ import pytest
 
 from clusterddp.checkpoints.catalog import name_of
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.status import run_status
 from clusterddp.worker.workstation import free_port
@@ -101,8 +102,7 @@ LONG = ("--epochs=5000", "--log-every=20")
 
 
 def rank_pids(run: RunDir) -> list[int]:
-    folder = Attempt(run, 1).outcomes
-    return [json.loads((folder / f"rank-{rank}.json").read_text())["pid"] for rank in (0, 1)]
+    return [each.pid for each in read_outcomes(Attempt(run, 1).outcomes)]
 
 
 def end_of(run: Path) -> dict[str, Any]:
@@ -379,8 +379,7 @@ def test_before_the_ranks_have_met_a_request_ends_them(
     (hooks / "sitecustomize.py").write_text(NEVER_MEET)
     process = debug("--procs=2", *LONG, env={"PYTHONPATH": str(hooks)})
     first = Attempt(RunDir(tmp_path / "run"), 1)
-    started = [first.outcomes / f"rank-{rank}.json" for rank in (0, 1)]
-    wait_for(lambda: all(path.exists() for path in started), "both ranks")
+    wait_for(lambda: len(read_outcomes(first.outcomes)) == 2, "both ranks")
     pids = rank_pids(first.run)
     process.send_signal(number)
     process.communicate(timeout=PATIENCE)

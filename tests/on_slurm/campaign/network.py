@@ -9,8 +9,8 @@ from pathlib import Path
 from subprocess import PIPE
 from sys import executable
 
-from clusterddp.files import read_json
 from clusterddp.ranks.dist_env import master_port
+from clusterddp.run.outcome import read_outcomes
 from tests.on_slurm.campaign.fault import ENDS, fault
 from tests.on_slurm.campaign.nodes import SOON
 from tests.on_slurm.campaign.run import Differs, Run, Trial, slurm
@@ -108,8 +108,10 @@ def _lose_exit_message(trial: Trial, run: Run, go: Callable[[], None]) -> None:
     """
     trial.cluster.set_link("h02", up=False)
     go()
-    records = [run.attempts[0].outcomes / f"rank-{rank}.json" for rank in (0, 1)]
-    run.wait(lambda: all((read_json(r) or {}).get("ended") for r in records), "the ranks' ends")
+    folder = run.attempts[0].outcomes
+    run.wait(
+        lambda: [bool(r.ended) for r in read_outcomes(folder)] == [True] * 2, "the ranks' ends"
+    )
     log = trial.cluster.folder / "slurmd.h02.log"
     lost = "Failed to send MESSAGE_TASK_EXIT"
     run.wait(
@@ -153,7 +155,7 @@ def exit_message_lost_command(trial: Trial) -> str:
     if submitted.returncode:
         raise Differs(submitted.stderr)
     run = trial.adopt("run")
-    run.wait(lambda: run.attempts and len(list(run.attempts[0].outcomes.glob("rank-*"))) == 2,
+    run.wait(lambda: run.attempts and len(read_outcomes(run.attempts[0].outcomes)) == 2,
              "both tasks")  # fmt: skip
     _lose_exit_message(trial, run, go.touch)
     run.wait_over()

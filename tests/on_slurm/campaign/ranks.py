@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterddp.files import read_json
+from clusterddp.run.outcome import read_outcome
 from tests.on_slurm.campaign.fault import ENDS, fault
 from tests.on_slurm.campaign.run import Differs, Run, Struck, Trial, slurm
 
@@ -259,8 +259,8 @@ BOTH = ("--nodelist", "h[01-02]")
 
 
 def _recorded(run: Run, rank: int) -> bool:
-    record = read_json(run.attempts[0].outcomes / f"rank-{rank}.json") or {}
-    return bool(record.get("ended"))
+    record = read_outcome(run.attempts[0].outcomes, rank)
+    return bool(record and record.ended)
 
 
 @fault("clocks-apart", quick=True)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from clusterddp.files import read_json, read_json_lines
 from clusterddp.run.attempt import Attempt, attempts
+from clusterddp.run.outcome import read_outcome
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import FINAL_STATES, ClusterError, SlurmCluster
@@ -342,10 +343,10 @@ class Run:
 
     def _task(self, rank: int) -> int | None:
         latest = self.attempts[-1:]
-        record = (read_json(latest[0].outcomes / f"rank-{rank}.json") if latest else None) or {}
-        if not record.get("pid") or record.get("ended"):
+        record = read_outcome(latest[0].outcomes, rank) if latest else None
+        if record is None or record.ended:
             return None
-        for pid in self.trial.cluster.processes(record["host"]):
+        for pid in self.trial.cluster.processes(record.host):
             try:
                 status = Path(f"/proc/{pid}/status").read_text()
             except OSError:

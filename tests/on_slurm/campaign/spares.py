@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 
-from clusterddp.files import read_json
 from clusterddp.formatting import table
+from clusterddp.run.outcome import read_outcomes_of
 from clusterddp.run.run_dir import newest_checkpoint
 from clusterddp.slurm.forms import expand_nodelist
 from tests.on_slurm import host_faults
@@ -163,11 +163,10 @@ def _requeue(run: Run, _: str) -> Undo:
 
 def rank_on(run: Run, host: str) -> int:
     """The rank that trains on a host."""
-    records = run.attempts[-1].outcomes.glob("rank-*.json")
-    ranks = [r["rank"] for path in records if (r := read_json(path)) and r["host"] == host]
+    ranks = read_outcomes_of(run.attempts[-1].outcomes, host)
     if not ranks:
         raise run.differs(f"no rank is on {host}")
-    return int(ranks[0])
+    return ranks[0].rank
 
 
 _LOST, _CHECKED = "node lost", "preflight"
