@@ -164,7 +164,7 @@ class NodeWatch:
         return lost
 
     def _read(self) -> Collection["_Record"]:
-        """Return the readable records: usually one a node, which renews it."""
+        """Return the readable records: usually one per node, which renews it."""
         paths = record_paths(self.attempt.outcomes)
         return [record for path in paths if (record := _Record.read(path))]
 

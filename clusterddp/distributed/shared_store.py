@@ -1,7 +1,7 @@
 """A node's one connection to rank 0's store, which the watchdogs of its ranks share.
 
 The watchdog that comes first on a node connects, and makes the calls of the others, whose
-heartbeats travel together. If it does not answer, another takes its place, or connects alone: a
+heartbeats travel together. If it does not answer, another takes its place, or connects itself: a
 process that hangs must not make its neighbours look lost.
 """
 
@@ -23,14 +23,14 @@ _MAX_REQUEST = 1 << 20
 
 
 class SharedStore:
-    """Store of a node's watchdogs, with those of a torch store's methods that they use."""
+    """Store of a node's watchdogs, with the methods of a torch store that they use."""
 
     def __init__(
         self, name: str, open_store: "Callable[[], Store]", seconds: float, beat: float
     ) -> None:
         """Connect. Raises TimeoutError or RuntimeError, as open_store does.
 
-        name: of the ranks that meet on this node. open_store: connects to rank 0. seconds: time for
+        name: known to the ranks that meet on this node. open_store: connects to rank 0. seconds: time for
         the first watchdog to connect. beat: seconds between two heartbeats; it has to answer in
         that time, and gathers values for half of it.
         """
@@ -56,7 +56,7 @@ class SharedStore:
         return [each.encode() if isinstance(each, str) else bytes(each) for each in values]
 
     def _call(self, method: str, *arguments: object) -> Any:
-        """Make a call, or have the first watchdog make it. Raises RuntimeError, as the store."""
+        """Make a call, or have the first watchdog make it. Raises RuntimeError."""
         while self._first:
             with suppress(OSError, EOFError, ValueError):
                 self._first.send_bytes(json.dumps([method, *arguments]).encode())
@@ -75,7 +75,7 @@ class SharedStore:
         return answer
 
     def _join(self, seconds: float) -> None:
-        """Become the first watchdog, or connect to it, or alone if it does not answer."""
+        """Become the first watchdog, or connect to it, or to rank 0 if it does not answer."""
         if listener := self._socket.listen():
             try:
                 self._store = self._open()
@@ -115,7 +115,7 @@ class SharedStore:
                 try:
                     store: Any = self._direct  # multi_set is public, and unlisted
                     store.multi_set(list(self._pending), list(self._pending.values()))
-                except RuntimeError as failed:  # rank 0 is gone: the others are told
+                except RuntimeError as failed:  # rank 0 is gone; the next answers say why
                     error = str(failed)
                 self._pending.clear()
 

@@ -96,7 +96,7 @@ def load(path: Path, content: bytes | None = None) -> list[Outcome]:
 def newest(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """Return the newest record of each rank, ordered by rank.
 
-    Older ones remain in the file of a node whose leader was lost, or that a rank has left.
+    Older ones remain in the files of earlier nodes, and if a leader was lost.
     """
     latest: dict[int, Outcome] = {}
     for each in outcomes:
@@ -114,7 +114,7 @@ def rank_path(folder: Path, rank: int) -> Path:
 def node_path(folder: Path, host: str) -> Path:
     """Return the path of the record of this host's ranks.
 
-    Containers with a network of their own cannot share a record, so its number is in the name.
+    Containers with separate networks cannot share a record, so its number is in the name.
     Raises OSError without /proc.
     """
     network = Path("/proc/self/ns/net").readlink().name.strip("net:[]")

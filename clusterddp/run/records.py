@@ -257,7 +257,7 @@ class ReceivedSignal:
 class Outcome:
     """outcomes/node-HOST.N.json holds one for each rank of a host: how it ended.
 
-    N is the host's network namespace. Where that file cannot be written: rank-R.json.
+    N is the network namespace. A rank writes rank-R.json if that file cannot be written.
     """
 
     rank: int

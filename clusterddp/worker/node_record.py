@@ -2,8 +2,8 @@
 
 Hundreds of nodes share the directory of the records. So the parents of a node's tasks meet at a
 Unix socket: the first one, the leader, writes what the others send, and answers when it is on disk.
-If the leader is lost, another one takes its place; if there is no answer, a rank's parent writes
-its record alone.
+If the leader is lost, another one takes its place; without an answer, a rank's parent writes its
+record itself.
 """
 
 import json
@@ -20,7 +20,7 @@ from clusterddp.processes.node_socket import NodeSocket, check_user
 from clusterddp.run.outcome import RANKS
 
 ANSWER_SECONDS = 10.0
-"""Time for the leader to write, before a parent writes its record alone."""
+"""Time for the leader to write, before a parent writes its record itself."""
 # Records that arrive within this time are written at once; longest delay of the first of them.
 _GATHER_SECONDS, _MAX_GATHER_SECONDS = 0.02, 0.2
 # Time for which a leader stays for the other ranks' ends: they usually end together.
@@ -30,7 +30,7 @@ _KEPT, _FAILED = b"+", b"-"
 
 
 class NodeRecord:
-    """Record of a node's ranks, as the parent of one of them uses it."""
+    """Record of a node's ranks, for the parent of one of them."""
 
     def __init__(self, path: Path, write: Callable[[Path, object], None]) -> None:
         """path: the node's record. write: writes it durably; raises OSError."""
@@ -40,7 +40,7 @@ class NodeRecord:
         self._leader: _Leader | None = None
 
     def keep(self, record: Mapping[str, object]) -> bool:
-        """Have a rank's record written; False if it must be written alone."""
+        """Have a rank's record written; False if the caller must write it."""
         message = json.dumps(record).encode()
         for _ in range(2):  # the second one after the loss of the leader
             with suppress(OSError):
@@ -89,7 +89,7 @@ class _Leader:
         return len(self._peers.get_map()) <= 1
 
     def _serve(self) -> None:
-        before = (files.read_json(self._path) or {}).get(RANKS)  # of an earlier leader
+        before = (files.read_json(self._path) or {}).get(RANKS)  # an earlier leader's
         for record in before if isinstance(before, list) else ():
             self._take(record)
         first = 0.0
@@ -128,7 +128,7 @@ class _Leader:
             self._records[record.get("rank")] = record
 
     def _keep(self) -> None:
-        """Write all records, and tell those who wait for it."""
+        """Write all records, and answer the parents that wait for it."""
         answer = _KEPT
         try:
             self._write(self._path, {RANKS: list(self._records.values())})

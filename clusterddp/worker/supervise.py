@@ -77,13 +77,13 @@ def supervise(
         by default from NCCL's watchdog, which ends a process without asking Python.
     record: receives the outcome instead of a TaskRecord of this task.
     began: called with the child's process id and its record when it runs; may start threads.
-    is_command: exit code 0 does not imply success, so a signal that reaches the child first, and
-        this process only after the child's end, is recorded as well.
+    is_command: exit code 0 does not imply success, so a signal is recorded as well that reaches the
+        child first, and this process only after the child's end.
     environ: variables of the child, which names the memory for its snapshots.
 
-    Returns the child's exit code, or 128 + N if signal N ended it. Returns 0 for EXIT_STOPPED under
-    Slurm or an agent, because they would otherwise end the other ranks. `child` may exec. Import
-    nothing that starts threads before: it forks. Raises TrainingError if the log is not writable.
+    Returns the child's exit code, 128 + N for signal N, and 0 for EXIT_STOPPED under Slurm or an
+    agent, which would otherwise end the other ranks. `child` may exec. Import nothing that starts
+    threads before: it forks. Raises TrainingError if the log is not writable.
     """
     if own_log:
         _redirect_output(run_dir, env)
@@ -107,13 +107,12 @@ def supervise(
         status = record.record_end(status, lambda status: error or explain(status))
         code = os.waitstatus_to_exitcode(status)
         memory.close(code, error.code if error else "")
-        if code not in (0, EXIT_STOPPED) and own:
+        if (failed := code not in (0, EXIT_STOPPED)) and own:
             from clusterddp.worker import lost_script  # seldom needed
 
             lost_script.requeue_if_lost(own, env)
-        record.close(failed=code not in (0, EXIT_STOPPED))
-    if code == EXIT_STOPPED and not task.forwards:
-        return 0
+        record.close(failed)
+    code = 0 if code == EXIT_STOPPED and not task.forwards else code
     return code if code >= 0 else 128 - code
 
 
