@@ -70,6 +70,10 @@ NOTIFY_PROGRAM_EXIT_SECONDS = 5.0
 """Time between TERM and KILL when it times out."""
 GPU_RELEASE_SECONDS, GPU_RELEASE_POLL_SECONDS = 6.0, 0.5
 """Time for the driver to release the memory of processes that have just ended."""
+STAGE_SECONDS = 1800.0
+"""Time for the nodes to unpack an environment of some gigabytes on slow disks."""
+PACKING_SECONDS = 120.0
+"""Time after which a job that packs an environment and writes nothing counts as dead."""
 CHILD_POLL_SECONDS = 0.01
 """Poll interval of a local process or file, which is cheap."""
 SIGNAL_SECONDS = 0.3

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 from clusterddp import files, formatting, log, polling, version
-from clusterddp.batch import finish, spares, step_watch
+from clusterddp.batch import finish, spares, stage, step_watch
 from clusterddp.batch.begin import begin_attempt
 from clusterddp.batch.job import JobStart
 from clusterddp.batch.step_watch import SrunProcess
@@ -63,6 +63,7 @@ from clusterddp.slurm.forms import (
     expand_nodelist,
     hosts_of,
 )
+from clusterddp.staging.environment import StagingError
 from clusterddp.status import notify
 
 EXIT_NO_RUN = 73
@@ -253,6 +254,8 @@ class Controller:
             self._allocation = spares.Allocation(nodelist, spec.resources.nodes)
         self._nodes: list[str] = []
         """Nodes of the step, if the controller chooses them."""
+        self._staged: dict[str, str] = {}
+        """Variables that name the copies of the tasks' environment, if it is staged."""
         self._starts = 0
         """Number of attempts that have ended in this start of the job."""
         self._recording_lost = threading.Lock()
@@ -354,6 +357,8 @@ class Controller:
             with contextlib.suppress(ClusterDDPError):  # an unreadable list is not checked
                 nodes = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))
         if self._preflight(attempt, nodes):
+            return EXIT_FAILED
+        if self._spec.stages and not self._stage(attempt, nodes):
             return EXIT_FAILED
         code = self._run_script(attempt)
         return EXIT_FAILED if self._full_preflight(attempt) else code
@@ -463,8 +468,6 @@ class Controller:
         """
         if self._spec.node_checks == NO_PREFLIGHT or not nodes or is_rehearsal(os.environ):
             return {}
-        own = self._run.bundle
-        program = [sys.executable, *([str(own)] if own.exists() else ["-m", "clusterddp"])]
         names = (host_name(os.environ), os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
         gpus, ranks = self._spec.resources.gpus_per_node, self._spec.world_size
         try:
@@ -472,7 +475,7 @@ class Controller:
             record = preflight.check(
                 attempt,
                 nodes,
-                program,
+                self._program(),
                 names,
                 gpus,
                 ranks,
@@ -501,6 +504,41 @@ class Controller:
             preflight.note(attempt, used)
             return {}
         return failed
+
+    def _stage(self, attempt: Attempt, nodes: Sequence[str]) -> bool:
+        """Copy the tasks' environment to the nodes. Return False if a node of the step has none.
+
+        If other nodes have a copy, such a node is marked bad, so that the next start excludes it.
+        """
+        spec, of_step = self._spec, {*(self._nodes or nodes)}
+        try:
+            staged = stage.stage(
+                attempt,
+                spec.python,
+                spec.stage_env,
+                nodes,
+                self._program(),
+                _child_setup(),
+                self._is_job_ending,
+            )
+            if staged is None:
+                return True  # the script is not run, either
+            failed = {host: why for host, why in staged.failed.items() if host in of_step}
+            if required := [*({*failed} & {*hosts_of(spec.resources.nodelist)})]:
+                raise StagingError(f"{required[0]}: {failed[required[0]]}")
+        except StagingError as error:
+            stage.record_failure(attempt, error)
+            return False
+        self._staged = staged.variables
+        idle = {host: why for host, why in staged.failed.items() if host not in of_step}
+        self._mark_bad(attempt, idle, is_remark=True)
+        self._mark_bad(attempt, failed)
+        return not failed
+
+    def _program(self) -> list[str]:
+        """Return the command of clusterddp on the nodes."""
+        own = self._run.bundle
+        return [sys.executable, *([str(own)] if own.exists() else ["-m", "clusterddp"])]
 
     def _reason_to_use(
         self, failed: Mapping[str, str], record: PreflightRecord, known: Collection[str]
@@ -596,6 +634,7 @@ class Controller:
             NONCE_VARIABLE: secrets.token_hex(16),
             ATTEMPT_VARIABLE: str(attempt.number),
             **self._code_variables(),
+            **self._staged,
         }
         # If this job was submitted from inside another one, that job's ranks and CPU binding do
         # not apply; in POSIX mode, bash lacks features that user lines rely on.

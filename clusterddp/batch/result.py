@@ -98,7 +98,15 @@ def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
     """
     rules = (
         *(_done, _superseded, _node_lost, _cancelled, _stopped, _ended_by_slurm),
-        *(_preflight_failed, _not_launched, _step_cancelled, _killed, _signalled, _suspended),
+        *(
+            _preflight_failed,
+            _not_staged,
+            _not_launched,
+            _step_cancelled,
+            _killed,
+            _signalled,
+            _suspended,
+        ),
         _failed,
     )
     results = (rule(evidence) for rule in rules)
@@ -436,6 +444,17 @@ def _preflight_failed(evidence: Evidence) -> AttemptResult | None:
     return AttemptResult(
         Ended(cause=Cause.PREFLIGHT, exit_code=EXIT_FAILED, saved=False, remark=named), (line,)
     )
+
+
+def _not_staged(evidence: Evidence) -> AttemptResult | None:
+    """Return the result if the environment could not be copied to the nodes (`batch.stage`)."""
+    record = files.read_json(evidence.attempt.staging)
+    if record is None or evidence.outcomes:
+        return None
+    line = f"no task has started: {record.get('error')}"
+    code = str(record.get("code", ""))
+    ended = Ended(cause=Cause.FAILED, exit_code=EXIT_FAILED, saved=False, remark=line, code=code)
+    return AttemptResult(ended, (line,))
 
 
 def _not_launched(evidence: Evidence) -> AttemptResult | None:

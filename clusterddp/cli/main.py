@@ -61,6 +61,7 @@ COMMANDS = {
     "completion": "Print the completion script of a shell.",
     "batch": "",
     "probe": "",
+    "stage": "",
     "notify": "",
 }
 _GROUPS = {

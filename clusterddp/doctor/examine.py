@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import TimeoutError as NoResultError
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +23,7 @@ from clusterddp.data import mnist
 from clusterddp.doctor.site_checks import ERROR, OK, WARNING, Check, Diagnosis, in_thread, slurm
 from clusterddp.errors import ClusterDDPError, DataError
 from clusterddp.processes import hardware
+from clusterddp.processes.hardware import LOCAL_TYPES, SHARED_TYPES, file_system_type
 from clusterddp.processes.table import processes
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
@@ -35,14 +36,6 @@ SLOW_IMPORT_SECONDS = 20.0
 MIN_BYTES, LOW_BYTES = 100 * 2**20, 10 * 2**30
 MIN_INODES, LOW_INODES = 1_000, 10_000
 """Free space of the runs directory below which it is an error, or a warning."""
-SHARED_TYPES = (
-    "nfs nfs4 lustre gpfs beegfs beegfs_nodev ceph fuse.ceph fuse.ceph-fuse cifs smb3 panfs wekafs "
-    "glusterfs fuse.glusterfs orangefs pvfs2 gfs2 ocfs2 afs fuse.juicefs 9p virtiofs"
-)
-LOCAL_TYPES = (
-    "ext2 ext3 ext4 xfs btrfs zfs f2fs jfs bcachefs tmpfs ramfs overlay vfat exfat squashfs"
-)
-"""File system types as in /proc/self/mountinfo, proc(5)."""
 _IMPORT = """\
 import os, threading
 # Standard input closes when the command that started it ends.
@@ -169,28 +162,9 @@ def runs_directory(run_dir: str, *, must_share: bool) -> Check:
 
 def _file_system(path: Path) -> tuple[str, bool | None]:
     """Return the type of a path's file system and whether it is shared; None if unknown."""
-    text = Path("/proc/self/mountinfo").read_text(errors="replace")
-    kind = file_system_type(os.path.realpath(path), text.splitlines())
+    kind = file_system_type(os.path.realpath(path), hardware.mounts())
     is_shared = True if kind in SHARED_TYPES.split() else None
     return kind, False if kind in LOCAL_TYPES.split() else is_shared
-
-
-def file_system_type(path: str, mountinfo: Iterable[str]) -> str:
-    """Return the file system type of an absolute path, from lines of /proc/self/mountinfo, proc(5).
-
-    If several file systems are mounted at one place, the last one counts.
-    """
-    kind, longest = "unknown", -1
-    for mount in mountinfo:
-        before, dash, rest = mount.partition(" - ")
-        fields = before.split(" ")
-        if not dash or len(fields) < 5:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
-        is_below = path == point or path.startswith(f"{point.rstrip('/')}/")
-        if is_below and len(point) >= longest:
-            kind, longest = rest.split(" ")[0], len(point)
-    return kind
 
 
 def _sharing_advice(kind: str, is_shared: bool | None, option: str) -> str:

@@ -319,6 +319,8 @@ def task_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
     """
 
     def word(text: str) -> str:
+        if spec.stages and text.startswith(f"{spec.env_prefix}/bin/"):
+            return _staged(spec, text)
         return shell_word(text.replace("$", "$$") if agents else text)
 
     def variable(name: str) -> str:
@@ -328,12 +330,22 @@ def task_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
     is_plain = not (agents and "$" in spec.run_dir)
     own, run_dir = ('"$own"', '"$run_dir"') if is_plain else map(variable, ("own", "run_dir"))
     prefix = [] if agents else spec.wrapper
-    words = [*map(shell_word, (*prefix, spec.python)), own, program.starter]
+    words = [*map(shell_word, prefix), _python(spec), own, program.starter]
     words.append(f"--run-dir={run_dir}")
     if agents:
         words.append("--own-log")
     words += map(word, _options(spec))
     return words + program.words(spec.sweep.names, word, variable)
+
+
+def _python(spec: JobSpec) -> str:
+    """Return the interpreter of the tasks as a word of bash."""
+    return _staged(spec, spec.python) if spec.stages else shell_word(spec.python)
+
+
+def _staged(spec: JobSpec, path: str) -> str:
+    """Return a word of bash: the path of a program of the environment in each node's copy."""
+    return f'"${forms.STAGED_VARIABLE}"{shell_word(path.removeprefix(spec.env_prefix))}'
 
 
 def agent_words(spec: JobSpec) -> list[str]:
@@ -354,7 +366,7 @@ def agent_words(spec: JobSpec) -> list[str]:
             *("--rdzv-backend=c10d", f"--max-restarts={spec.max_restarts}"),
             '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"',
         ]
-    starter = [*map(shell_word, (*spec.wrapper, spec.python)), "-m", "torch.distributed.run"]
+    starter = [*map(shell_word, spec.wrapper), _python(spec), "-m", "torch.distributed.run"]
     return [
         *("bash", "-c"),
         shell_word(f'trap "" USR1 USR2; exec {" ".join([*starter, *of_node])} "$@"'),

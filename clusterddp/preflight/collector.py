@@ -112,14 +112,21 @@ def probe_command(
     program: clusterddp's on the host. addresses: the batch host's. gpus: count per node. ports: a
     probe listens on the first free one.
     """
+    return [
+        *(*step_words(nodes), *program, "probe"),
+        *(f"--collector={address}" for address in addresses),
+        *(f"--port={port}", f"--gpus={gpus}", *(f"--listen={each}" for each in ports)),
+    ]
+
+
+def step_words(nodes: Sequence[str]) -> list[str]:
+    """Return srun and the options with which it starts a program once on each of these nodes."""
     count = len(nodes)
     return [
         *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
         f"--nodelist={','.join(nodes)}",
         *("--distribution=block", "--mpi=none", "--overlap", "--export=ALL"),
-        *("--kill-on-bad-exit=0", "--input=none", "--", *program, "probe"),
-        *(f"--collector={address}" for address in addresses),
-        *(f"--port={port}", f"--gpus={gpus}", *(f"--listen={each}" for each in ports)),
+        *("--kill-on-bad-exit=0", "--input=none", "--"),
     ]
 
 

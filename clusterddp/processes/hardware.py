@@ -1,10 +1,12 @@
-"""Hardware of this machine: drivers, GPUs, networks, models, free memory, limits of a process."""
+"""Hardware of this machine: drivers, GPUs, networks, memory, file systems, process limits."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +20,14 @@ AMD_DEVICE = Path("/dev/kfd")
 _CPUS = Path("/proc/cpuinfo")
 MAX_FILES = 65536
 """Highest soft limit of open files that is set: some programs close every descriptor below it."""
+SHARED_TYPES = (
+    "nfs nfs4 lustre gpfs beegfs beegfs_nodev ceph fuse.ceph fuse.ceph-fuse cifs smb3 panfs wekafs "
+    "glusterfs fuse.glusterfs orangefs pvfs2 gfs2 ocfs2 afs fuse.juicefs 9p virtiofs"
+)
+LOCAL_TYPES = (
+    "ext2 ext3 ext4 xfs btrfs zfs f2fs jfs bcachefs tmpfs ramfs overlay vfat exfat squashfs"
+)
+"""File system types as in /proc/self/mountinfo, proc(5)."""
 LOW_LOCKED_BYTES = 1 << 30
 """Locked memory below which InfiniBand's libraries may fail to register their buffers."""
 INFINIBAND, ROCE, EFA, SLINGSHOT = "InfiniBand", "RoCE", "EFA", "Slingshot"
@@ -190,3 +200,26 @@ def too_little_locked(limit: float) -> str:
     if not 0 <= limit < LOW_LOCKED_BYTES:
         return ""
     return f"limit of {limit / 1024:,.0f} KiB of locked memory (ulimit -l): InfiniBand may fail"
+
+
+def mounts() -> list[str]:
+    """Return the lines of /proc/self/mountinfo, proc(5). Raises OSError."""
+    return Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+
+
+def file_system_type(path: str, mountinfo: Iterable[str]) -> str:
+    """Return the file system type of an absolute path, from lines of /proc/self/mountinfo, proc(5).
+
+    If several file systems are mounted at one place, the last one counts.
+    """
+    kind, longest = "unknown", -1
+    for mount in mountinfo:
+        before, dash, rest = mount.partition(" - ")
+        fields = before.split(" ")
+        if not dash or len(fields) < 5:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
+        is_below = path == point or path.startswith(f"{point.rstrip('/')}/")
+        if is_below and len(point) >= longest:
+            kind, longest = rest.split(" ")[0], len(point)
+    return kind

@@ -42,6 +42,7 @@ _REQUEST = "#REQUEST "
 _REQUEST_COLUMNS = 280
 MAX_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
+STAGE_OFF = "off"
 LAUNCHERS = ("sbatch", "submitit", "local")
 OK, ANY, FAILED = CONDITIONS = ("ok", "any", "failed")
 """Conditions on the end of an awaited run: done, any, or failed."""
@@ -155,6 +156,17 @@ class JobSpec(Record):
         "Interface for NCCL and Gloo; ^NAME excludes it (NCCL).",
         forms.NETWORK_INTERFACE,
         "NAME",
+    )
+    stage_env: str = option(
+        STAGE_OFF,
+        "Copy the environment of --python once to each node's own disk, and run the tasks from "
+        "it; auto finds a directory.",
+        Form(
+            r"off|auto|/[A-Za-z0-9_@+=.,/-]*",
+            "directory",
+            "off, auto or an absolute path of plain characters, for example /local/scratch",
+        ),
+        "off|auto|DIR",
     )
     wrapper: tuple[str, ...] = option(
         (), "Command prefix: 'apptainer exec --nv IMG'.", WORDS, "ARGS", type=str
@@ -316,6 +328,8 @@ class JobSpec(Record):
             self._check_spares()
         self._check_environment()
         self._check_container()
+        if self.stages:
+            self._check_staging()
         gpus, tasks = self.resources.gpus_per_node, self.resources.tasks_per_node
         if 0 < gpus < tasks and not self.shares_gpus:
             raise OptionError(
@@ -515,6 +529,27 @@ class JobSpec(Record):
                 "stay until its time limit. Remove no-kill: spares do not need it. [CD0103]",
             )
 
+    def _check_staging(self) -> None:
+        """Raise OptionError if the batch controller cannot copy the tasks' environment."""
+        asked, off = f"--stage-env {self.stage_env}", "Remove one of them, or use --stage-env off."
+        if self.launcher != "sbatch":
+            raise OptionError(
+                asked,
+                f" conflicts with --launcher {self.launcher}, whose tasks are not started by the "
+                f"batch controller's script. {off}",
+                code="CD0305",
+            )
+        if self.container_image or self.wrapper:
+            other = "--container-image" if self.container_image else "--wrapper"
+            problem = f" conflicts with {other}: the image has the tasks' environment. {off}"
+            raise OptionError(asked, problem, code="CD0103")
+        if not re.fullmatch(r"/.*[^/]/bin/[^/]+", self.python):
+            raise OptionError(
+                asked,
+                f" needs --python with the path of an environment's interpreter, which ends in "
+                f"/bin/python, and not {self.python!r}.",
+            )
+
     def _check_container(self) -> None:
         if not self.container_image:
             for field in dataclasses.fields(self):
@@ -624,6 +659,16 @@ class JobSpec(Record):
                 "--container-runtime pyxis needs Slurm's srun, which does not start the tasks "
                 "here. Use auto, apptainer or podman. [CD1004]"
             )
+
+    @property
+    def stages(self) -> bool:
+        """True if the tasks run from a copy of their environment on each node."""
+        return self.stage_env != STAGE_OFF
+
+    @property
+    def env_prefix(self) -> str:
+        """Directory of the environment of the tasks' Python."""
+        return self.python.rsplit("/", 2)[0]
 
     @property
     def world_size(self) -> int:

@@ -99,6 +99,10 @@ class Attempt:
     """Record of the ranks' checks before the training."""
     preflight_log = PathIn("preflight.log")
     """Output of these checks, useful if they could not run."""
+    staging = PathIn("staging.json")
+    """Record of an environment that could not be staged."""
+    staging_log = PathIn("staging.log")
+    """Output of the nodes that unpacked an environment."""
     reserve = PathIn("reserve")
     """Space reserved for the attempt's last records, in case the disk fills up."""
     stragglers = PathIn("stragglers.json")

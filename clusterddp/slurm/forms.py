@@ -76,6 +76,12 @@ TASK_VARIABLES = (
 )
 """Variables of one attempt's tasks; jobs that a task submits must not inherit them."""
 
+STAGED_VARIABLE = "CLUSTERDDP_STAGED"
+"""Variable with the copy of the tasks' environment on each node, for a script's lines."""
+
+STAGED_BUNDLE_VARIABLE = "CLUSTERDDP_STAGED_BUNDLE"
+"""Variable with the copy of the run's clusterddp on each node, for a script's lines."""
+
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 SECRET = r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$|_)"

@@ -11,43 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from clusterddp.doctor import examine
-from clusterddp.doctor.examine import dataset, file_system_type, python, runs_directory
+from clusterddp.doctor.examine import dataset, python, runs_directory
 from clusterddp.doctor.site_checks import ERROR, OK, WARNING
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from tests.waiting import has_gone
-
-MOUNTS = r"""
-22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
-30 22 0:40 / /shared rw shared:5 master:2 - nfs4 server:/export rw
-31 30 0:41 / /shared/fast rw - lustre mgs:/fast rw
-32 22 0:42 / /with\040blank rw - beegfs beegfs rw
-33 22 0:43 / /twice rw - xfs /dev/sdb rw
-34 22 0:44 / /twice rw - tmpfs none rw
-a line of no form
-""".splitlines()
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/home/me", "ext4"),
-        ("/", "ext4"),
-        ("/shared", "nfs4"),
-        ("/shared/runs", "nfs4"),
-        ("/sharedother", "ext4"),
-        ("/shared/fast/runs", "lustre"),
-        ("/with blank/runs", "beegfs"),
-        ("/twice/runs", "tmpfs"),
-    ],
-)
-def test_a_paths_file_system_is_that_of_its_nearest_mount(path: str, kind: str) -> None:
-    assert file_system_type(path, MOUNTS) == kind
-
-
-def test_without_a_mount_the_type_is_unknown() -> None:
-    assert file_system_type("/home", []) == "unknown"
 
 
 def spec(folder: Path, **fields: object) -> JobSpec:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.processes import hardware
+from clusterddp.processes.hardware import file_system_type
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,35 @@ def test_only_active_devices_that_are_fast_count_as_a_fast_network(tmp_path: Pat
         "InfiniBand": ["mlx5_0", "mlx5_1"], "RoCE": ["mlx5_4"], "EFA": ["rdmap16s27"],
         "Slingshot": ["cxi0"],
     }  # fmt: skip
+
+
+MOUNTS = r"""
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:40 / /shared rw shared:5 master:2 - nfs4 server:/export rw
+31 30 0:41 / /shared/fast rw - lustre mgs:/fast rw
+32 22 0:42 / /with\040blank rw - beegfs beegfs rw
+33 22 0:43 / /twice rw - xfs /dev/sdb rw
+34 22 0:44 / /twice rw - tmpfs none rw
+a line of no form
+""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/home/me", "ext4"),
+        ("/", "ext4"),
+        ("/shared", "nfs4"),
+        ("/shared/runs", "nfs4"),
+        ("/sharedother", "ext4"),
+        ("/shared/fast/runs", "lustre"),
+        ("/with blank/runs", "beegfs"),
+        ("/twice/runs", "tmpfs"),
+    ],
+)
+def test_a_paths_file_system_is_that_of_its_nearest_mount(path: str, kind: str) -> None:
+    assert file_system_type(path, MOUNTS) == kind
+
+
+def test_without_a_mount_the_type_is_unknown() -> None:
+    assert file_system_type("/home", []) == "unknown"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import OptionError, RequestError
+from clusterddp.launchers.sbatch import agent_words, render, task_words
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import Sweep
@@ -655,3 +656,36 @@ def test_a_nodelist_of_a_job_with_spares_names_fewer_nodes_or_spares_too() -> No
         with pytest.raises(RequestError, match=re.escape(hosts)):
             Resources(nodes=2, spare_nodes=2, nodelist=hosts)
     assert Resources(nodes=2, nodelist="h[01-02]").job_nodes == 2
+
+
+def test_staging_names_the_copy_in_place_of_the_environment() -> None:
+    asked = spec(
+        stage_env="auto", python="/shared/my env/bin/python3",
+        command=("/shared/my env/bin/torchrun", "/shared/my env/bin.py"),
+    )  # fmt: skip
+    words = task_words(asked)
+    assert words[0] == '"$CLUSTERDDP_STAGED"/bin/python3'
+    assert words[-2:] == ['"$CLUSTERDDP_STAGED"/bin/torchrun', "'/shared/my env/bin.py'"]
+    assert '"$CLUSTERDDP_STAGED"/bin/python3 -m torch' in " ".join(agent_words(asked))
+    script = render(asked)
+    assert 'export PATH="$CLUSTERDDP_STAGED/bin:$PATH"' in script
+    assert JobSpec.from_script(script, asked.run_dir).stage_env == "auto"
+    assert "STAGED" not in render(spec(python="/shared/my env/bin/python3"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"launcher": "local"}, "conflicts with --launcher local"),
+        ({"launcher": "submitit"}, "conflicts with --launcher submitit"),
+        ({"container_image": "a.sif"}, "conflicts with --container-image"),
+        ({"wrapper": ("env",)}, "conflicts with --wrapper"),
+        ({"python": "python3"}, "needs --python with the path"),
+        ({"stage_env": "tmp"}, "off, auto or an absolute path"),
+        ({"stage_env": "/tmp/$USER"}, "off, auto or an absolute path"),
+        ({"stage_env": "/tmp/a b"}, "off, auto or an absolute path"),
+    ],
+)
+def test_staging_that_cannot_be_done_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(message)):
+        spec(**{"stage_env": "auto", "python": "/shared/env/bin/python", **fields})

@@ -1,0 +1,1 @@
+"""Staging: the environment of the tasks, packed once and unpacked on each node's own disk."""
