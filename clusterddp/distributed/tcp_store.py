@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _BACKLOG = 2048
 # netdevice(7): all IPv4 addresses of this host, as `struct ifreq`: the name of the interface, then
 # a struct sockaddr_in, whose address is its bytes 4 to 8.

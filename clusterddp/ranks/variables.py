@@ -54,6 +54,7 @@ IMAGE_VARIABLE = "CLUSTERDDP_CONTAINER_IMAGE"
 """Variable of a task in a container: its image."""
 OWN_PIDS_VARIABLE = "CLUSTERDDP_OWN_PIDS"
 """Variable of a task whose container has a separate PID namespace."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _GPU = re.compile(r"\s*(\d+|(?:GPU|MIG)-[^\s,]+)\s*")
 
@@ -101,6 +102,41 @@ def own_mig_device(
     if local_world_size == 1 or len(devices) == 1 or not devices[0].startswith("MIG-"):
         return {}
     return {VISIBLE_GPUS: devices[local_rank % len(devices)]}
+
+
+def _interfaces() -> list[str]:
+    import socket  # rarely needed
+
+    return [name for _, name in socket.if_nameindex()]
+
+
+def own_gloo_interfaces(
+    environ: Mapping[str, str], world_size: int, present: Callable[[], list[str]] = _interfaces
+) -> dict[str, str]:
+    """Return GLOO_SOCKET_IFNAME with the names of this host's interfaces.
+
+    gloo ends a rank if it gets NCCL's forms: a prefix, `=ib0`, `^docker0`, or names of which this
+    host has only some. A prefix means its first interface; with ^, gloo uses the address of the
+    host's name. Empty if there is nothing to change. present: returns the host's interfaces.
+
+    Raises DistEnvError if the host has none of them.
+    """
+    wanted = environ.get(GLOO_INTERFACE, "")
+    if not wanted or world_size == 1:
+        return {}
+    if wanted.startswith("^"):
+        return {GLOO_INTERFACE: ""}
+    names, found = present(), list[str]()
+    for part in wanted.lstrip("=").split(","):
+        alike = () if wanted.startswith("=") else (n for n in names if n.startswith(part))
+        found += [part] if part in names else [*alike][:1]
+    if not found:
+        raise DistEnvError(
+            f"{GLOO_INTERFACE}={format_value(wanted)}: expected network interfaces of "
+            f"{host_name(environ)}, which has {', '.join(names)}. Name one that every node has, "
+            "with --network-interface. [CD0911]"
+        )
+    return {GLOO_INTERFACE: ",".join(found)}
 
 
 def torch_variables_are_set(environ: Mapping[str, str]) -> bool:

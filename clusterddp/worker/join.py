@@ -21,7 +21,7 @@ from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import ClusterDDPError, TrainingError, coded
 from clusterddp.processes import change_environment, hardware
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import VISIBLE_GPUS, host_name
+from clusterddp.ranks.variables import GLOO_INTERFACE, VISIBLE_GPUS, host_name
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import SHARED_GPUS
 from clusterddp.request.train_config import TrainConfig
@@ -93,7 +93,7 @@ def join(
     joined = _rendezvous(config, env, store, info, settle, checks_nodes)
     agreed = joined.agreed
     interface = ""
-    if lookups and agreed.backend == "gloo" and tcp_store.GLOO_INTERFACE not in environ:
+    if lookups and agreed.backend == "gloo" and GLOO_INTERFACE not in environ:
         interface = lookups.gloo_interface()
     defaults = _variables(config, joined, interface)
     change_environment({name: environ.get(name, value) for name, value in defaults.items()})
@@ -158,7 +158,7 @@ def _variables(config: TrainConfig, joined: JoinResult, interface: str) -> dict[
         trace = str(joined.attempt.nccl_trace())
     variables = {
         "KINETO_LOG_LEVEL": "99" if config.profile else "",  # silences the profiler's library
-        tcp_store.GLOO_INTERFACE: interface,
+        GLOO_INTERFACE: interface,
         # cuBLAS is deterministic only with a fixed workspace (torch.use_deterministic_algorithms).
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8" if config.deterministic else "",
         # File to which NCCL's watchdog dumps its flight recorder at a timeout; two names exist.

@@ -30,7 +30,7 @@ from clusterddp.files import write_record
 from clusterddp.processes import change_environment
 from clusterddp.processes.stacks import armed
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import IMAGE_VARIABLE, own_mig_device
+from clusterddp.ranks.variables import IMAGE_VARIABLE, own_gloo_interfaces, own_mig_device
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
@@ -103,7 +103,9 @@ class _Task:
 def _run(task: _Task) -> int:
     config, env = task.config, task.env
     own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
-    change_environment({**env.to_environ(), **own_device})  # CUDA reads it only once
+    interfaces = own_gloo_interfaces(os.environ, env.world_size)
+    own = {**env.to_environ(), **own_device, **interfaces}
+    change_environment(own)  # CUDA reads it only once
     bound = tcp_store.bind(env, os.environ)  # first, so that no rank must retry
     reading: _Reading | None = _begin_reading(config, env)
     lookups = tcp_store.Lookups(env) if env.world_size > 1 else None

@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from clusterddp.errors import RequestError
-from clusterddp.ranks.variables import parse_environment
+from clusterddp.errors import DistEnvError, RequestError
+from clusterddp.ranks.variables import own_gloo_interfaces, parse_environment
 
 PASTES = {
     "env": ("A=1\nB=x=y z\nC=\n", {"A": "1", "B": "x=y z", "C": ""}),
@@ -53,3 +53,25 @@ def test_what_env_prints_is_read_back(value: str) -> None:
 def test_a_paste_that_cannot_be_read_is_refused(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse_environment(text)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "own"),
+    [
+        ("ib0", "ib0"), ("=ib0", "ib0"), ("ib", "ib0"), ("=ib0,none", "ib0"), ("none,eth", "eth0"),
+        ("ib1,ib0", "ib1,ib0"), ("^docker0", ""), ("^=docker0", ""),
+    ],
+)  # fmt: skip
+def test_gloo_gets_the_names_that_nccls_form_means_on_this_host(wanted: str, own: str) -> None:
+    environ = {"GLOO_SOCKET_IFNAME": wanted}
+    names = ["lo", "eth0", "ib0", "ib01", "ib1"]
+    assert own_gloo_interfaces(environ, 2, lambda: names) == {"GLOO_SOCKET_IFNAME": own}
+
+
+@pytest.mark.parametrize("wanted", ["none", "=ib", "x y"])
+def test_interfaces_that_a_host_lacks_are_refused(wanted: str) -> None:
+    environ = {"GLOO_SOCKET_IFNAME": wanted, "SLURMD_NODENAME": "h02"}
+    with pytest.raises(DistEnvError, match="expected network interfaces of h02, which has lo, ib0"):
+        own_gloo_interfaces(environ, 2, lambda: ["lo", "ib0"])
+    assert own_gloo_interfaces(environ, 1, lambda: ["lo", "ib0"]) == {}
+    assert own_gloo_interfaces({}, 2, lambda: ["lo", "ib0"]) == {}

@@ -12,7 +12,12 @@ from pathlib import Path
 import click
 
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import JOB_ID, format_value, own_mig_device
+from clusterddp.ranks.variables import (
+    JOB_ID,
+    format_value,
+    own_gloo_interfaces,
+    own_mig_device,
+)
 from clusterddp.slurm.forms import ARM_VARIABLE, ATTEMPT_VARIABLE, CODE_VARIABLE
 from clusterddp.version import armed_path
 from clusterddp.worker.command import become, run_command
@@ -58,7 +63,8 @@ def command(
     """
     env = DistEnv.from_environ(os.environ)
     own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
-    environ = {**os.environ, **env.to_environ(), **own_device}
+    interfaces = own_gloo_interfaces(os.environ, env.world_size)
+    environ = {**os.environ, **env.to_environ(), **own_device, **interfaces}
     environ.pop(ATTEMPT_VARIABLE, None)  # COMMAND may start another training
     if threads := _threads(environ, env):
         environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -61,6 +61,16 @@ def test_a_command_that_is_alone_on_its_host_keeps_all_mig_devices() -> None:
     assert json.loads(done.stdout)["CUDA_VISIBLE_DEVICES"] == "MIG-a,MIG-b"
 
 
+def test_gloo_is_given_interfaces_of_this_host() -> None:
+    show = 'echo "$NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME"'
+    environ = {**STEP, "NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "=none,lo"}
+    assert run_exec("--", "sh", "-c", show, environ=environ).stdout == "=lo lo\n"
+    environ["GLOO_SOCKET_IFNAME"] = "none"
+    done = run_exec("--", "sh", "-c", show, environ=environ)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "which has lo" in done.stderr and "[CD0911]" in done.stderr
+
+
 def test_the_command_takes_the_place_of_the_process() -> None:
     child = subprocess.Popen(
         [sys.executable, "-m", "clusterddp", "exec", "--", "sh", "-c", "echo $$"],
