@@ -353,7 +353,7 @@ class Loop(Resumable):
         self._resume_order = loop.get("order")
         arranged: dict[str, list[int]] = {}
         is_same = ranks == self.world_size
-        saved = content["random_states"][self.rank if is_same else 0] or {}
+        saved = replay.unpack(content["random_states"], self.rank if is_same else 0) or {}
         self._place = saved.get("loader")
         if not is_same and self._place:
             self._place = {name: each for name, each in self._place.items() if name != "own"}

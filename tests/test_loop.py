@@ -43,7 +43,7 @@ from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from clusterddp.slurm.forms import KILL_WAIT_VARIABLE, LOOP_VARIABLE
 from clusterddp.status import stacks
 from clusterddp.status.status import run_status
-from clusterddp.training import stop
+from clusterddp.training import replay, stop
 from tests import forked
 from tests.checkpoints.made_checkpoints import DAMAGE
 from tests.training.ranks import run_ranks
@@ -220,7 +220,7 @@ def test_generators_of_the_loader_itself_go_on_as_well(tmp_path: Path, stop_at: 
 def test_without_random_states_the_generators_are_left_alone(tmp_path: Path) -> None:
     left(Training(tmp_path, random_states=False), stops_at(2))
     content = torch.load(tmp_path / "checkpoints/step-00000002.pt", weights_only=True)
-    assert content["random_states"] == [None]
+    assert replay.unpack(content["random_states"], 0) is None
     Training(tmp_path, random_states=False).loop.close()
     resumed = torch.get_rng_state()
     Training(tmp_path / "another").loop.close()

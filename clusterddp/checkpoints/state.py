@@ -77,7 +77,7 @@ def collect(
     position: Position,
     *,
     world_size: int,
-    random_states: list[Any],
+    random_states: Any,
     best: Best | None = None,
     copy: Callable[[Tensor], Tensor] | None = None,
     **more: object,
@@ -85,7 +85,7 @@ def collect(
     """Collect the content of a checkpoint, with all tensors copied to the CPU.
 
     Contains the fields of `Position`, the states by name (for a module without the DDP wrapper),
-    `random_states` (one per rank), and `more` (plain values of the training). copy: see `copied`.
+    `random_states` (of all ranks), and `more` (plain values of the training). copy: see `copied`.
     """
     head = {
         "format": FORMAT,  # first, where `catalog` looks for it

@@ -44,6 +44,7 @@ from clusterddp.run.records import (
     RateSpread,
     WorstImage,
 )
+from clusterddp.training import replay
 from clusterddp.training.learner import Learner, poor_statistics
 from clusterddp.training.metrics import Journal
 from clusterddp.training.paces import StepTimer, Throughputs, of_ranks
@@ -152,7 +153,7 @@ class Training(Resumable):
             progress=progress,
         )
         if content and content["world_size"] == agreed.world_size:
-            self._random = content["random_states"][rank]  # for `epochs` to restore
+            self._random = replay.unpack(content["random_states"], rank)  # `epochs` restores it
         if content and content["best"]:
             self._best = Best(**content["best"])
         self.last_step = config.max_steps or sys.maxsize

@@ -8,8 +8,12 @@ position in its bucket, so the first step after a resume would differ by roundin
 """
 
 import copy
+import functools
+import pickle
 import random
 import sys
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -27,6 +31,8 @@ T = TypeVar("T")
 RandomStates = dict[str, Any]
 """One rank's random states in a checkpoint: `now`, at the `start` of the epoch, and before each
 batch that was fetched `ahead`; and whether persistent workers are `live` at the epoch's start."""
+Packed = tuple[bytes, bytes]
+"""One rank's random states in the form that is sent to rank 0 (`pack`)."""
 END = object()
 """Marks the end of an iterator."""
 
@@ -213,6 +219,154 @@ def restore_own(state: Mapping[str, Any], generators: Iterable[torch.Generator])
     """Restore only the loader's generators from a result of `random_state`."""
     for generator, saved in zip(generators, state["generators"], strict=False):
         generator.set_state(saved)
+
+
+def pack(states: RandomStates | None) -> Packed:
+    """Pack a rank's random states without loss; unused and freshly seeded generators take little.
+
+    Returns everything but the generators' bits, and the bits: each generator's as the difference
+    from the nearest one that precedes it, or from one that was seeded with torch's seed.
+    """
+    seed = torch.initial_seed()
+    known, bits = _seeded(seed), bytearray(seed.to_bytes(8, "little"))
+
+    def take(part: Tensor) -> int:
+        number = _nearest(part, known)
+        difference = part if number == _NONE else part ^ known[number]
+        bits.append(number)
+        bits.extend(difference.numpy().tobytes())
+        known.append(part)
+        return len(part)
+
+    rest = _with_parts(states, take, lambda words: take(_bytes(array("I", words).tobytes())))
+    small = zlib.compressobj(zdict=_USUAL)
+    return small.compress(pickle.dumps(rest)) + small.flush(), zlib.compress(bytes(bits))
+
+
+def join(packed: Sequence[Packed]) -> dict[str, Any]:
+    """Return the content of a checkpoint for the packed states of all ranks, in their order.
+
+    What ranks have alike besides the generators' bits is there once, and the bits are one tensor:
+    torch.load takes long for many small ones.
+    """
+    numbers = {rest: number for number, rest in enumerate(dict.fromkeys(r for r, _ in packed))}
+    return {
+        "states": [
+            pickle.loads(zlib.decompressobj(zdict=_USUAL).decompress(rest)) for rest in numbers
+        ],
+        "numbers": [numbers[rest] for rest, _ in packed],
+        "sizes": [len(bits) for _, bits in packed],
+        "bits": _bytes(b"".join(bits for _, bits in packed)),
+    }
+
+
+def unpack(joined: Mapping[str, Any], rank: int) -> RandomStates | None:
+    """Return the states of a rank from the result of `join`. Raises CheckpointError."""
+    if isinstance(joined, list):  # a checkpoint of an earlier development version
+        return cast(RandomStates | None, joined[rank])
+    try:
+        begin, size = sum(joined["sizes"][:rank]), joined["sizes"][rank]
+        bits = _bytes(zlib.decompress(joined["bits"][begin : begin + size].numpy().tobytes()))
+        known, place = _seeded(int.from_bytes(bits[:8].numpy().tobytes(), "little")), 8
+
+        def give(size: int) -> Tensor:
+            nonlocal place
+            number, part = int(bits[place]), bits[place + 1 : place + 1 + size]
+            known.append(part.clone() if number == _NONE else part ^ known[number])
+            place += 1 + size
+            return known[-1]
+
+        states = joined["states"][joined["numbers"][rank]]
+        return _with_parts(
+            states, give, lambda size: array("I", give(size).numpy().tobytes()).tolist()
+        )
+    except (LookupError, ValueError, TypeError, RuntimeError, AttributeError, zlib.error) as error:
+        raise CheckpointError(
+            f"the random states of the checkpoint cannot be read: {error}. "
+            "Resume with the versions that wrote it. [CD0704]"
+        ) from None
+
+
+_PARTS = {"torch": 5056, "python": [3, 2500, None], "generators": [], "cuda": 16}
+_USUAL = pickle.dumps(
+    {
+        "now": {**_PARTS, "numpy": ["MT19937", 2496, 624, 0, 0.0]},
+        "start": {**_PARTS, "numpy": ["MT19937", 2496, 624, 0, 0.0]},
+        "ahead": [],
+        "live": False,
+    }
+)
+"""What most ranks have besides the generators' bits, so that it takes little when it is sent."""
+_NONE = 255
+"""In place of the number of a known part: there is none of this size."""
+
+
+def _nearest(part: Tensor, known: Sequence[Tensor]) -> int:
+    """Return the number of the known part with the most equal bytes; the first one of them."""
+    equal = [
+        (int((part == each).sum()), -number)
+        for number, each in enumerate(known[:_NONE])
+        if each.shape == part.shape
+    ]
+    return -max(equal)[1] if equal else _NONE
+
+
+def _seeded(seed: int) -> list[Tensor]:
+    """Return the bits of generators that were seeded alike, before and after their first draw."""
+    return [part.clone() for part in _seeded_once(seed)]
+
+
+@functools.lru_cache(maxsize=1)
+def _seeded_once(seed: int) -> list[Tensor]:
+    ours, python, parts = torch.Generator().manual_seed(seed), random.Random(seed), list[Tensor]()
+    numpy = sys.modules.get("numpy")
+    other = numpy.random.RandomState(seed % 2**32) if numpy else None
+    for _ in range(2):
+        parts += ours.get_state(), _bytes(array("I", python.getstate()[1]).tobytes())
+        parts.append(_bytes(array("I", other.get_state()[1].tolist()).tobytes() if other else b""))
+        torch.rand(1, generator=ours)
+        python.random()
+        if other:
+            other.random_sample()
+    return parts
+
+
+def _with_parts(
+    states: RandomStates | None, bits: Callable[[Any], Any], words: Callable[[Any], Any]
+) -> RandomStates | None:
+    """Replace each generator's bits in a rank's states: those in a tensor, and those in a list."""
+
+    def replaced(state: Any) -> Any:
+        if not state:  # before a batch that was not fetched ahead
+            return state
+        version, integers, waiting = state["python"]
+        made = {
+            **state,
+            "torch": bits(state["torch"]),
+            "python": [version, words(integers), waiting],
+            "generators": [bits(each) for each in state["generators"]],
+        }
+        if "cuda" in state:
+            made["cuda"] = bits(state["cuda"])
+        if "numpy" in state:
+            kind, key, *rest = state["numpy"]
+            made["numpy"] = [kind, words(key), *rest]
+        return made
+
+    if not states:
+        return states
+    made = dict(states)
+    for name in ("now", "start", "drawn"):  # in this order wherever it is unpacked
+        if name in states:
+            made[name] = replaced(states[name])
+    if "ahead" in states:
+        made["ahead"] = [*map(replaced, states["ahead"])]
+    return made
+
+
+def _bytes(data: bytes) -> Tensor:
+    # torch refuses an empty buffer.
+    return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
 
 
 def samplers_of(loader: object) -> list[Any]:

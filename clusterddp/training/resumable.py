@@ -38,7 +38,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay
 from clusterddp.training.paces import Slowdown, StepTimer, Stragglers, Throughputs
-from clusterddp.training.replay import END, Fetches, RandomStates
+from clusterddp.training.replay import END, Fetches, Packed, RandomStates
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
 
 T = TypeVar("T")
@@ -394,7 +394,7 @@ class Resumable:
             (self._saver or self._shard_save).wait()
         self._arrange()
         began = time.monotonic()
-        random_states = agreement.gather(self._random_state(), on_first=True)
+        random_states = agreement.gather(replay.pack(self._random_state()), on_first=True)
         path, kept = self.attempt.checkpoints / catalog.name_of(self.steps), self._entries()
         if self._shards:
             if self._saver:
@@ -419,7 +419,7 @@ class Resumable:
             self._whole,
             self._replicas,
             self._files,
-            self._random_state(),
+            replay.pack(self._random_state()),
             lambda random_states, copy: self._content(random_states, self._entries(), copy),
         )
 
@@ -436,7 +436,7 @@ class Resumable:
 
     def _content(
         self,
-        random_states: list[Any],
+        random_states: Sequence[Packed],
         entries: Mapping[str, object],
         copy: Callable[[Tensor], Tensor] | None = None,
     ) -> Content:
@@ -445,7 +445,7 @@ class Resumable:
             self._whole,
             self._position,
             world_size=self.world_size,
-            random_states=random_states,
+            random_states=replay.join(random_states),
             best=self._best,
             copy=copy,
             **entries,

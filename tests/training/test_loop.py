@@ -387,7 +387,7 @@ def test_a_last_checkpoint_that_fails_is_tried_again_with_all_that_belongs_to_it
     train_alone(config(synthetic_dir), tmp_path, 4)
     assert names_in(tmp_path) == ["step-00000004.pt"]
     content = state.load(RunDir(tmp_path).checkpoints / "step-00000004.pt")
-    assert len(content["random_states"]) == 1
+    assert len(content["random_states"]["sizes"]) == 1
 
     failures += [OSError(28, "No space left on device")] * 9
     train_alone(config(synthetic_dir), tmp_path, 6)  # whoever is asked to leave leaves

@@ -1,10 +1,15 @@
 """Random generators, saved and given back; DDP's buckets are tested with the loop."""
 
+import io
+import pickle
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from clusterddp.checkpoints.state import to_bytes
 from clusterddp.data.loader import seed_generators
 from clusterddp.distributed import agreement
 from clusterddp.errors import CheckpointError
@@ -58,17 +63,97 @@ def test_damaged_states_are_refused(lacks: str) -> None:
     assert torch.equal(generator_states(), before)
 
 
+def _states(draws: int, *, seeded: bool = True) -> dict[str, Any]:
+    """A rank's states after this many draws since the start of its epoch, as a GPU's rank has."""
+    seed_generators(20_261_127)
+    if not seeded:
+        random.seed()
+        np.random.seed(None)
+        torch.seed()
+
+    def taken() -> dict[str, Any]:
+        bits = torch.tensor([7] * 8 + [draws % 256] * 8, dtype=torch.uint8)
+        return {**replay.random_state([torch.Generator().manual_seed(draws)]), "cuda": bits}
+
+    start = taken()
+    for _ in range(draws):
+        numbers_drawn()
+    return {"now": taken(), "start": start, "ahead": [None, taken()], "live": False}
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and [*one] == [*other]
+            and _is_same([*one.values()], [*other.values()])
+        )
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(_is_same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def _in_a_checkpoint(states: list[Any]) -> Any:
+    joined = replay.join([replay.pack(each) for each in states])
+    return torch.load(io.BytesIO(to_bytes(joined)), weights_only=True)
+
+
+def test_packed_states_are_the_same_to_the_bit() -> None:
+    place = {"loader": {"own": [1, torch.ones(2)], 3: "x"}}
+    states = [
+        None, place, {**_states(0), **place}, *map(_states, (1, 2, 700, 5000)),
+        _states(3, seeded=False), {**_states(1), "drawn": replay.random_state(())},
+    ]  # fmt: skip
+    without = _states(1)
+    for each in ("now", "start"):
+        del without[each]["numpy"], without[each]["cuda"]
+    states.append(without)
+    joined = _in_a_checkpoint(states)
+    for rank, expected in enumerate(states):
+        assert _is_same(replay.unpack(joined, rank), expected), rank
+
+
+@pytest.mark.parametrize("draws", [0, 1])
+def test_states_that_follow_from_the_seed_take_little_at_rank_0(draws: int) -> None:
+    states = _states(draws) | {"ahead": []}
+    for each in ("now", "start"):
+        states[each]["generators"] = []
+    rest, bits = replay.pack(states)
+    assert len(rest) + len(bits) < 200 < len(pickle.dumps(states)) / 100
+
+
+def test_what_ranks_have_alike_is_in_a_checkpoint_once() -> None:
+    joined = _in_a_checkpoint([_states(1)] * 50)
+    assert len(joined["states"]) == 1 and len(joined["sizes"]) == 50
+    assert _is_same(replay.unpack(joined, 49), _states(1))
+    assert sum(isinstance(each, torch.Tensor) for each in joined.values()) == 1
+
+
+@pytest.mark.parametrize("name", ["states", "numbers", "sizes", "bits"])
+def test_damaged_packed_states_are_refused(name: str) -> None:
+    joined = _in_a_checkpoint([_states(1)])
+    damaged = {"states": [{"now": 1}], "numbers": [4], "sizes": [9], "bits": torch.zeros(90)}
+    for wrong in (None, damaged[name]):
+        with pytest.raises(CheckpointError, match="random states of the checkpoint cannot be read"):
+            replay.unpack({**joined, name: wrong}, 0)
+
+
 def _gather(rank: int, world_size: int) -> tuple[Any, Any]:
     """Seeds of its own, the states of all ranks as far as they are here, and what comes next."""
     seed_generators(rank)
     numbers_drawn()
-    states = agreement.gather(replay.random_state(()), on_first=True)
-    return [{**each, "torch": each["torch"].tolist()} for each in states], numbers_drawn()
+    own = {"now": replay.random_state(())}
+    return agreement.gather(replay.pack(own), on_first=True), numbers_drawn()
 
 
 def test_rank_0_has_the_random_states_of_all_ranks() -> None:
     (gathered, _), *others = results = run_ranks(3, _gather)
-    assert [states for states, _ in others] == [[], []]
-    for state, (_, expected) in zip(gathered, results, strict=True):
-        replay.restore({**state, "torch": torch.tensor(state["torch"], dtype=torch.uint8)}, ())
+    assert [packed for packed, _ in others] == [[], []]
+    joined = replay.join(gathered)
+    for rank, (_, expected) in enumerate(results):
+        states = replay.unpack(joined, rank)
+        assert states
+        replay.restore(states["now"], ())
         assert numbers_drawn() == expected
