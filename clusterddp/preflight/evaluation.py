@@ -88,7 +88,7 @@ class NodeMeasurements:
     """Bytes free in /dev/shm."""
     shm_fault: str = ""
     clock: float = 0.0
-    """Seconds by which its clock is ahead of the batch host's."""
+    """Seconds that its clock shows beyond the batch host's."""
     round_trip: float = -1.0
     """Shortest round trip to the batch host, in seconds."""
     open_files: float = -1.0
