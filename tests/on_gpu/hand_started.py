@@ -127,6 +127,7 @@ def warnings_in(said: str) -> list[str]:
 
 
 def skip_without_sharing() -> None:
+    """Skip the test if this NCCL cannot share a GPU among ranks."""
     versions = [line for line in machine().lines if line.startswith("NCCL")]
     numbers = re.findall(r"\d+", versions[0]) if versions else []
     if tuple(map(int, numbers[:2])) < (2, 30):
