@@ -75,27 +75,24 @@ def run_command(
                 print(f"clusterddp: PATH={environ.get('PATH', '')}", file=sys.stderr)
             raise
 
-    explain, began, ended = _callbacks(env, environ, own)
-    try:
-        return supervise(
-            run_dir,
-            env,
-            child,
-            attempt=attempt,
-            own_log=own_log,
-            explain=explain,
-            began=began,
-            is_command=True,
-            environ=environ,
-        )
-    finally:
-        ended()
+    explain, began = _callbacks(env, environ, own)
+    return supervise(
+        run_dir,
+        env,
+        child,
+        attempt=attempt,
+        own_log=own_log,
+        explain=explain,
+        began=began,
+        is_command=True,
+        environ=environ,
+    )
 
 
 def _callbacks(
     env: DistEnv, environ: MutableMapping[str, str], own: "Attempt | None"
-) -> "tuple[Callable[[int], TaskError | None], Callable[[int, TaskRecord], None], _Ended]":
-    """Return three callbacks: they explain COMMAND's end, start to watch it, and end the watch."""
+) -> "tuple[Callable[[int], TaskError | None], Callable[[int, TaskRecord], _Ended]]":
+    """Return two callbacks: one explains COMMAND's end; one starts to watch it."""
     from clusterddp.processes import table
     from clusterddp.processes.table import RendezvousWatch
     from clusterddp.request import nested_launcher
@@ -107,7 +104,6 @@ def _callbacks(
     error_file = environ.get(ERROR_FILE_VARIABLE)
     traces = Traces(Path(error_file) if error_file else None)
     watches: list[RendezvousWatch] = []
-    at_end: list[_Ended] = []
     nccl = NcclLog(environ, env, own)
 
     def explain(status: int) -> "TaskError | None":
@@ -115,7 +111,7 @@ def _callbacks(
             watch.check()
         return traces.error(status)
 
-    def began(pid: int, record: "TaskRecord") -> None:
+    def began(pid: int, record: "TaskRecord") -> _Ended:
         def found(world: table.World) -> None:
             launcher = nested_launcher.find(world.launcher)
             record.record_nested_world(NestedWorld(world.size, launcher.name if launcher else ""))
@@ -124,16 +120,17 @@ def _callbacks(
         port = environ.get("MASTER_PORT", "")
         if env.rank == 0 and env.world_size > 1 and port.isdecimal():
             watches.append(RendezvousWatch(pid, int(port), record.record_listening))
-        nccl.began()
-        at_end.append(nccl.close)
-        if own:
-            at_end.append(gpu_use.watch(own.outcomes, env, environ))
+        end_nccl = nccl.began()
+        end_samples = gpu_use.watch(own.outcomes, env, environ) if own else None
 
-    def ended() -> None:
-        for end in at_end:
-            end()
+        def ended() -> None:
+            end_nccl()
+            if end_samples:
+                end_samples()
 
-    return explain, began, ended
+        return ended
+
+    return explain, began
 
 
 def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

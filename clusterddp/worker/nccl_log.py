@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 from collections import Counter
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -73,10 +73,11 @@ class NcclLog:
         self._text, self._has_warned = "", False
         self._ended, self._keeping = threading.Event(), threading.Lock()
 
-    def began(self, *_: object) -> None:
-        """Keep the lines, in a thread, while the program runs."""
+    def began(self, *_: object) -> Callable[[], None]:
+        """Keep the lines, in a thread, while the program runs; return `close`."""
         if self.prefix.name:
             threading.Thread(target=self._run, name="nccl-log", daemon=True).start()
+        return self.close
 
     def close(self) -> None:
         """Keep the last lines, and remove NCCL's files."""

@@ -64,7 +64,7 @@ def supervise(
     listen: Callable[[], object] | None = None,
     explain: Callable[[int], TaskError | None] | None = None,
     record: TaskRecord | None = None,
-    began: Callable[[int, TaskRecord], None] | None = None,
+    began: Callable[[int, TaskRecord], Callable[[], object]] | None = None,
     is_command: bool = False,
     environ: MutableMapping[str, str] = os.environ,
 ) -> int:
@@ -76,7 +76,8 @@ def supervise(
     explain: returns the error for a wait status, if the child has execed and reports no error;
         by default from NCCL's watchdog, which ends a process without asking Python.
     record: receives the outcome instead of a TaskRecord of this task.
-    began: called with the child's process id and its record when it runs; may start threads.
+    began: called with the child's process id and its record when it runs; may start threads. The
+        function that it returns is called when the child's end is recorded.
     is_command: exit code 0 does not imply success, so a signal is recorded as well that reaches the
         child first, and this process only after the child's end.
     environ: variables of the child, which names the memory for its snapshots.
@@ -99,21 +100,26 @@ def supervise(
     with Relay(SIGNALS, task.pass_on) as relay:
         task.fork(relay)
         record.record_start(task.pid)
-        if began:
-            began(task.pid, record)
+        ended = began(task.pid, record) if began else None
         status = _await_end(task.pid, env, record, is_command and not task.forwards)
         record.note_step(memory.end())
         error = task.reported()
         status = record.record_end(status, lambda status: error or explain(status))
+        if ended:  # here, because a signal could end this process later
+            ended()
         code = os.waitstatus_to_exitcode(status)
         memory.close(code, error.code if error else "")
         if (failed := code not in (0, EXIT_STOPPED)) and own:
-            from clusterddp.worker import lost_script  # seldom needed
-
-            lost_script.requeue_if_lost(own, env)
+            _requeue_if_lost(own, env)
         record.close(failed)
     code = 0 if code == EXIT_STOPPED and not task.forwards else code
     return code if code >= 0 else 128 - code
+
+
+def _requeue_if_lost(attempt: Attempt, env: DistEnv) -> None:
+    from clusterddp.worker import lost_script  # seldom needed
+
+    lost_script.requeue_if_lost(attempt, env)
 
 
 def raise_open_files() -> None:

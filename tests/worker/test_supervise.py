@@ -307,6 +307,24 @@ child = lambda: 0
 """
 
 
+def test_what_watched_the_task_ends_after_the_record_and_before_a_signal_can_end_the_parent(
+    task: Any,
+) -> None:
+    started = task(
+        "import json\n"
+        "import clusterddp.worker.supervise as parent\n"
+        "def ended():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    record = json.loads((Path(sys.argv[1]) / 'outcomes/rank-0.json').read_text())\n"
+        "    print(record['exit_code'], flush=True)\n"
+        "supervise = lambda *a: parent.supervise(*a, began=lambda *_: ended)\n"
+        "child = lambda: 3",
+        {"SLURM_STEP_ID": "0"},
+    )
+    assert started.read_line() == "3"
+    assert started.end() == 3
+
+
 def test_a_signal_that_a_command_got_ahead_of_its_parent_is_recorded(task: Any) -> None:
     started = task(TOLD_LATE, {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"})
     assert started.end() == 0

@@ -1,7 +1,6 @@
 """`clusterddp train`: trains as one rank, in a job, started manually or under torchrun."""
 
 import os
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -106,6 +105,7 @@ def command(
     from clusterddp.worker.supervise import supervise
 
     own = Attempt(RunDir(run_dir), attempt) if attempt else None
-    started = partial(supervise, attempt=attempt, own_log=own_log, listen=stop.requested.listen)
-    with closing(NcclLog(os.environ, env, own)) as nccl:
-        return started(run_dir, env, child, began=nccl.began)
+    nccl = NcclLog(os.environ, env, own)
+    listen = stop.requested.listen
+    started = partial(supervise, attempt=attempt, own_log=own_log, listen=listen)
+    return started(run_dir, env, child, began=nccl.began)
