@@ -524,8 +524,9 @@ class Controller:
             if staged is None:
                 return True  # the script is not run, either
             failed = {host: why for host, why in staged.failed.items() if host in of_step}
-            if required := [*({*failed} & {*hosts_of(spec.resources.nodelist)})]:
-                raise StagingError(f"{required[0]}: {failed[required[0]]}")
+            required = hosts_of("" if self._allocation else spec.resources.nodelist)
+            for host in {*failed} & {*required}:
+                raise StagingError(f"{host}: {failed[host]}", code=stage.NO_COPY)
         except StagingError as error:
             stage.record_failure(attempt, error)
             return False

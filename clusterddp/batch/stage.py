@@ -22,6 +22,8 @@ from clusterddp.staging import environment, node
 from clusterddp.staging.environment import ENV, Environment, StagingError
 
 AUTO = "auto"
+NO_COPY = "CD0322"
+"""Error code of a node without a copy."""
 _ARCHIVES = ".environments"
 _ARCHIVE_SECONDS = 7 * 86400.0
 """Time after which an unused archive is removed."""
@@ -85,7 +87,7 @@ def stage(
     )
     if len(failed) == len(nodes):
         host, reason = next(iter(failed.items()))
-        raise StagingError(f"--stage-env {folder}: {host}: {reason}")
+        raise StagingError(f"--stage-env {folder}: {host}: {reason}", code=NO_COPY)
     variables = {STAGED_VARIABLE: str(copy / ENV)}
     if bundle.is_file():
         variables[STAGED_BUNDLE_VARIABLE] = str(node.bundle_path(copy.parent, bundle))
@@ -120,6 +122,8 @@ def choose(folder: str, digest: str, needed: int, environ: Mapping[str, str]) ->
             continue
         if shared := _shared_type(place):
             seen.append(f"{place} is on {shared}")
+        elif node.forbids_programs(place):
+            seen.append(f"{place} is mounted noexec")
         elif node.has_copy(node.copy_path(place, digest)) or node.free_bytes(place) >= needed:
             return place
         else:

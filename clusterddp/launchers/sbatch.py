@@ -554,6 +554,11 @@ def _check(spec: JobSpec, script: str) -> None:
             f"--spare-nodes: template {spec.template} does not tell srun its nodes. Begin its line "
             f"with: srun {_NODES} [CD0303]"
         )
+    if spec.stages and forms.STAGED_VARIABLE not in script:
+        raise RequestError(
+            f"--stage-env: template {spec.template} does not start the tasks from the copy. Use "
+            "its value `task`, or --stage-env off. [CD0303]"
+        )
     if spec.sweep and not sweep.is_array(script):
         raise RequestError(
             f"--sweep: the script of template {spec.template} has no line '#SBATCH --array=', "

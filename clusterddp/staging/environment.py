@@ -122,7 +122,7 @@ def pack(environment: Environment, archive: Path, is_over: Callable[[], bool]) -
     draft = archive.with_name(f".{archive.name}.{os.uname().nodename}.{os.getpid()}")
     log.info(f"stage: packing {environment}")
     began = said = time.monotonic()
-    done = 0
+    done, total = 0, formatting.size(environment.size)
     try:
         with tarfile.open(draft, "w", format=tarfile.GNU_FORMAT) as file:
             _add_manifest(file, environment)
@@ -133,7 +133,7 @@ def pack(environment: Environment, archive: Path, is_over: Callable[[], bool]) -
                 done += each.status.st_size if each.is_file else 0
                 if time.monotonic() - said > _PROGRESS_SECONDS:
                     said = time.monotonic()
-                    log.info(f"stage: packed {formatting.size(done)}")
+                    log.info(f"stage: packed {formatting.size(done)} of {total}")
         draft.replace(archive)
     except OSError as error:
         raise _unreadable(error) from None

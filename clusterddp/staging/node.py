@@ -49,6 +49,14 @@ def free_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
+def forbids_programs(folder: Path) -> bool:
+    """Return whether a file system is mounted noexec: neither programs nor libraries start there.
+
+    Raises OSError.
+    """
+    return bool(os.statvfs(folder).f_flag & os.ST_NOEXEC)
+
+
 def needed_bytes(size: int, files: int) -> int:
     """Return the space that a copy takes: each file fills its last block, half of it on average."""
     return size + files * _BLOCK_BYTES // 2
@@ -72,6 +80,11 @@ def unpack(archive: Path, path: Path, needed: int, bundle: Path | None = None) -
             if has_copy(path):
                 path.touch()  # it is in use from now on
                 return False
+            if forbids_programs(path.parent):
+                raise StagingError(
+                    f"{path.parents[1]} is mounted noexec, so no program can start there. Choose "
+                    "another directory: --stage-env DIR [CD0322]"
+                )
             _remove_others(path)
             free = free_bytes(path.parent)
             if free < needed:

@@ -32,8 +32,13 @@ def test_auto_takes_the_first_directory_that_fits(
     shared[str(first)] = "lustre"
     assert stage.choose("auto", "d", 0, environ) == second
     assert stage.choose("auto", "d", 0, {}) == Path("/tmp")
+    monkeypatch.setattr(node, "forbids_programs", lambda path: path == second)
+    assert stage.choose("auto", "d", 0, environ) == Path("/tmp")
     monkeypatch.setattr(node, "free_bytes", lambda _: 1_000_000)
-    with pytest.raises(StagingError, match=r"needs 5\.0 GB .*lustre, .*second has 1\.0 MB free"):
+    with pytest.raises(
+        StagingError,
+        match=r"needs 5\.0 GB .*lustre, .*second is mounted noexec, /tmp has 1\.0 MB free",
+    ):
         stage.choose("auto", "d", 5_000_000_000, environ)
 
 

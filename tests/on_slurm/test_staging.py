@@ -1,6 +1,7 @@
 """The environment of the tasks on a real Slurm: each node's tasks run from its copy."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,24 @@ def test_a_disk_that_is_full_on_all_nodes_ends_the_run_before_its_tasks(
     [ended] = [event for event in read_events(run) if event["event"] == "ended"]
     assert ended["code"] == "CD0322" and " free, and the environment needs " in ended["remark"]
     assert not list(run.logs.glob("rank-*.log"))
+
+
+def test_one_node_with_a_full_disk_is_marked_bad_and_replaced(
+    cluster: SlurmCluster, made: Made, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    full, free = cluster.hosts
+    cluster.run_on(full, ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], check=True)
+    try:
+        run = submitted(
+            cluster, made, tmp_path, "--nodes", "1", "--spare-nodes", "1",
+            "--stage-env", str(disk), "--run-name", "a",
+        )  # fmt: skip
+    finally:
+        cluster.run_on(full, ["umount", str(disk)], check=True)
+    text = run.job_log.read_text()
+    assert re.search(rf"a node failed its checks. {full}: .* free, and the environment needs", text)
+    assert f"on {free}, restarts within this job" in text
+    [[python, *_]] = [json.loads(run.rank_log(0).read_text().splitlines()[-1])]
+    assert python.startswith(str(disk))

@@ -167,6 +167,17 @@ def test_a_full_disk_is_refused_with_both_sizes_and_leaves_nothing(
     assert [each.name for each in path.parent.iterdir()] == ["lock"]
 
 
+def test_a_disk_that_starts_no_programs_is_refused(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "env.tar"
+    path = node.copy_path(tmp_path, made.packed(archive).digest)
+    monkeypatch.setattr(node, "forbids_programs", lambda _: True)
+    with pytest.raises(StagingError, match="is mounted noexec"):
+        node.unpack(archive, path, 0)
+    assert not path.exists()
+
+
 def test_a_disk_that_fills_up_meanwhile_keeps_nothing_of_it(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from clusterddp.errors import EXIT_FAILED, coded
+from clusterddp.errors import EXIT_FAILED
 from clusterddp.ranks.variables import host_name
 from clusterddp.staging import node
 from clusterddp.staging.environment import StagingError
@@ -23,6 +23,6 @@ def command(archive: Path, copy: Path, needed: int, bundle: Path | None) -> int:
     try:
         result["unpacked"] = node.unpack(archive, copy, needed, bundle)
     except StagingError as error:
-        result["error"] = coded(error)
+        result["error"] = str(error)
     click.echo(json.dumps(result))
     return EXIT_FAILED if "error" in result else 0
