@@ -24,7 +24,6 @@ from clusterddp.staging.environment import ENV, Environment, StagingError
 AUTO = "auto"
 NO_COPY = "CD0322"
 """Error code of a node without a copy."""
-_ARCHIVES = ".environments"
 _ARCHIVE_SECONDS = 7 * 86400.0
 """Time after which an unused archive is removed."""
 
@@ -58,7 +57,7 @@ def stage(
     digest, needed = found.digest, node.needed_bytes(found.size, len(found.entries))
     place = choose(folder, digest, needed, os.environ)
     copy = node.copy_path(place, digest)
-    archive = attempt.run.path.resolve().parent / _ARCHIVES / f"{digest}.tar"
+    archive = attempt.run.path.resolve().parent / f".environments-{os.getuid()}" / f"{digest}.tar"
     if not _make_archive(found, archive, is_over):
         return None
     began = time.monotonic()
@@ -82,8 +81,8 @@ def stage(
     }
     fresh = sum(bool(each.get("unpacked")) for each in results.values())
     log.info(
-        f"stage: {formatting.count(len(nodes) - len(failed), 'node')} with a copy in {copy}, "
-        f"{fresh} of them unpacked it in {time.monotonic() - began:.1f} s"
+        f"stage: {formatting.count(len(nodes) - len(failed), 'node')} with a copy in {copy}; "
+        f"{fresh} unpacked it, {time.monotonic() - began:.1f} s"
     )
     if len(failed) == len(nodes):
         host, reason = next(iter(failed.items()))

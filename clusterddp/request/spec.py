@@ -543,11 +543,12 @@ class JobSpec(Record):
             other = "--container-image" if self.container_image else "--wrapper"
             problem = f" conflicts with {other}: the image has the tasks' environment. {off}"
             raise OptionError(asked, problem, code="CD0103")
-        if not re.fullmatch(r"/.*[^/]/bin/[^/]+", self.python):
+        own = self.env_prefix in ("/usr", "/usr/local")  # each node has these itself
+        if own or not re.fullmatch(r"/.*[^/]/bin/[^/]+", self.python):
             raise OptionError(
                 asked,
-                f" needs --python with the path of an environment's interpreter, which ends in "
-                f"/bin/python, and not {self.python!r}.",
+                f" needs --python with the Python of a venv or a conda environment, "
+                f"ENVIRONMENT/bin/python, and not {self.python!r}.",
             )
 
     def _check_container(self) -> None:

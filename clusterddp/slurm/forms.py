@@ -70,17 +70,18 @@ ARM_VARIABLE = "CLUSTERDDP_RUN_STACKS"
 KILL_WAIT_VARIABLE = "CLUSTERDDP_KILL_WAIT"
 """Variable with Slurm's KillWait in seconds, for the tasks; unset if unknown."""
 
-TASK_VARIABLES = (
-    *(NONCE_VARIABLE, ATTEMPT_VARIABLE, SPARES_VARIABLE, FULL_PREFLIGHT_VARIABLE),
-    *(LOOP_VARIABLE, CODE_VARIABLE, CODE_OF_VARIABLE, ARM_VARIABLE, KILL_WAIT_VARIABLE),
-)
-"""Variables of one attempt's tasks; jobs that a task submits must not inherit them."""
-
 STAGED_VARIABLE = "CLUSTERDDP_STAGED"
 """Variable with the copy of the tasks' environment on each node, for a script's lines."""
 
 STAGED_BUNDLE_VARIABLE = "CLUSTERDDP_STAGED_BUNDLE"
 """Variable with the copy of the run's clusterddp on each node, for a script's lines."""
+
+TASK_VARIABLES = (
+    *(NONCE_VARIABLE, ATTEMPT_VARIABLE, SPARES_VARIABLE, FULL_PREFLIGHT_VARIABLE),
+    *(LOOP_VARIABLE, CODE_VARIABLE, CODE_OF_VARIABLE, ARM_VARIABLE, KILL_WAIT_VARIABLE),
+    *(STAGED_VARIABLE, STAGED_BUNDLE_VARIABLE),
+)
+"""Variables of one attempt's tasks; jobs that a task submits must not inherit them."""
 
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"

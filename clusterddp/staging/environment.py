@@ -101,7 +101,8 @@ def find(python: str) -> Environment:
     roots = {ENV: prefix}
     if base != prefix and not _is_below(base, _NODES_OWN):
         roots[BASE] = base
-    shares = any(_is_below(part, (base,)) and part.endswith("-packages") for part in path)
+    bases = (base, typed_base)
+    shares = any(_is_below(part, bases) and part.endswith("-packages") for part in path)
     try:
         entries = [*_walk(roots, ENV, prefix, _CACHES_OF_CONDA)]
         for part in _BASE_PARTS if BASE in roots else ():

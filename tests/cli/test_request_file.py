@@ -67,7 +67,7 @@ TRAINING = [
     "--straggler-window", "3s", "--snapshot-every", "4s", "--model", "mlp",
 ]  # fmt: skip
 AROUND = [
-    "--python", "/usr/bin/python3", "--controller-python", "python3", "--force",
+    "--python", "/opt/env/bin/python3", "--controller-python", "python3", "--force",
     "--stage-env", "auto",
     "--allow-launcher",
     "--no-requeue", "--max-restarts", "1", "--template", "torchrun.sbatch.j2",

@@ -291,6 +291,13 @@ def test_an_own_launch_block_without_the_nodes_of_the_step_takes_no_spares(tmp_p
         sbatch.render(spec(template=name, resources=Resources(nodes=2, spare_nodes=1)), tmp_path)
 
 
+def test_a_template_that_ignores_the_copy_of_the_environment_is_refused(tmp_path: Path) -> None:
+    name = own(tmp_path, "#!/bin/bash\nsrun /shared/env/bin/python train.py\n")
+    asked = spec(template=name, stage_env="auto", python="/shared/env/bin/python")
+    with pytest.raises(RequestError, match="does not start the tasks from the copy"):
+        sbatch.render(asked, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("most", "fields"),
     [

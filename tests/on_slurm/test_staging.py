@@ -54,7 +54,7 @@ def test_the_tasks_run_from_a_copy_that_a_later_job_uses_again(
     assert said(first) == [[python, python, shared, str(copy)]] * 2, first.job_log.read_text()
     second = submitted(cluster, made, tmp_path, "--run-name", "b", "--stage-env", str(disk))
     assert said(second) == said(first)
-    assert "0 of them unpacked it" in second.job_log.read_text()
+    assert "; 0 unpacked it" in second.job_log.read_text()
 
 
 def test_a_disk_that_is_full_on_all_nodes_ends_the_run_before_its_tasks(
