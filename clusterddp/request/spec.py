@@ -696,10 +696,15 @@ class JobSpec(Record):
 
     @property
     def sets_cpus(self) -> bool:
-        """True if the request sets the CPUs of a rank: a number, or the whole node."""
-        directives = {"cpus-per-task", "cpus-per-gpu", "exclusive"}
+        """True if the request sets the CPUs of a rank: a number, or the whole node.
+
+        With --exclusive a step has all CPUs of its nodes, and Slurm binds its tasks to all of them
+        (22.05 with task/affinity). Not with exclusive=user: the job then has a CPU per task.
+        """
+        more = dict(self.sbatch)
         by_option = bool(self.resources.cpus_per_task) or self.resources.exclusive
-        return by_option or not directives.isdisjoint(dict(self.sbatch))
+        whole = "exclusive" in more and not more["exclusive"]
+        return by_option or whole or not {"cpus-per-task", "cpus-per-gpu"}.isdisjoint(more)
 
     @property
     def comment(self) -> str:

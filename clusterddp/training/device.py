@@ -6,7 +6,7 @@ their GPUs' identifiers when they meet. Imports without torch.
 """
 
 import ctypes
-import logging
+import inspect
 import re
 import resource
 from collections.abc import Mapping
@@ -40,11 +40,12 @@ class ChosenDevice:
 
 
 def choose(
-    wanted: str, *, visible: int, local_rank: int, granted: int, driver: str
+    wanted: str, *, visible: int, local_rank: int, granted: int, driver: str, build: str = "torch"
 ) -> ChosenDevice:
     """Choose for `--device wanted` from the GPUs that torch sees (`visible`) and Slurm `granted`.
 
-    driver: vendor of the host's GPU driver, from `hardware.gpu_driver`. Raises TrainingError if
+    driver: vendor of the host's GPU driver, from `hardware.gpu_driver`. build: torch's, with its
+    version. Raises TrainingError if
     CUDA is wanted and absent, or if GPUs were granted on a host with a driver but torch sees none:
     a CPU run would waste them.
     """
@@ -55,8 +56,8 @@ def choose(
             given = f"{_gpus(granted)} granted, but " if granted else ""
             ask = "" if granted else "Ask Slurm for GPUs (--gpus-per-node), install "
             raise TrainingError(
-                f"--device cuda: {given}torch sees no GPU here. {ask or 'Install '}a CUDA build of "
-                "torch that matches the driver, or use --device cpu. [CD0804]"
+                f"--device cuda: {given}{build} sees no GPU here. {ask or 'Install '}a CUDA build "
+                "of torch that matches the driver, or use --device cpu. [CD0804]"
             )
         if granted and driver not in ("", "NVIDIA"):
             way = (
@@ -65,13 +66,13 @@ def choose(
                 else ("clusterddp trains only on NVIDIA and AMD GPUs: ask for a node with those")
             )
             raise TrainingError(
-                f"{_gpus(granted)} granted and {driver}'s driver is installed, but torch sees "
+                f"{_gpus(granted)} granted and {driver}'s driver is installed, but {build} sees "
                 f"none: this build does not support them. {way}, or train on the CPU with "
                 "--device cpu. [CD0804]"
             )
         if granted and driver:
             raise TrainingError(
-                f"{_gpus(granted)} granted and the NVIDIA driver is installed, but torch sees "
+                f"{_gpus(granted)} granted and the NVIDIA driver is installed, but {build} sees "
                 "none: it is a CPU-only build, it does not match the driver, or "
                 "CUDA_VISIBLE_DEVICES names a GPU twice or a missing one. Install a CUDA build of "
                 "torch for this interpreter, or train on the CPU with --device cpu. [CD0804]"
@@ -79,6 +80,16 @@ def choose(
         return ChosenDevice("cpu", warning=_unused(granted, "torch sees none: training on the CPU"))
     # More ranks than GPUs are valid if each task sees only its own GPU.
     return ChosenDevice("cuda", local_rank % visible)
+
+
+def torch_build() -> str:
+    """Describe torch's build: `torch 2.8.0 (built for CUDA 12.8)`."""
+    import torch
+
+    # A ROCm build has no CUDA version, and a CPU-only build has neither.
+    cuda, rocm = torch.version.cuda, torch.version.hip
+    built = f"for CUDA {cuda}" if cuda else f"for ROCm {rocm}" if rocm else "for CPUs only"
+    return f"torch {torch.__version__} (built {built})"
 
 
 def bind_to_numa(mode: str, device: "torch.device") -> str:
@@ -91,21 +102,25 @@ def bind_to_numa(mode: str, device: "torch.device") -> str:
         return f"--numa-binding {mode} has no effect: this rank computes on the CPU"
     import torch
 
-    talk = logging.getLogger("torch.numa.binding")
-    was, talk.disabled = talk.disabled, True  # its traceback repeats the warning below
     try:
         from torch.numa import binding
 
-        # In torch 2.15; torch calls the same function for the programs that it starts.
-        binding._maybe_apply_numa_binding_to_current_process(
-            device_index=device.index, numa_options=binding.NumaOptions(binding.AffinityMode(mode))
+        # What torch does to its own processes, in 2.15, without asking for the numactl command:
+        # only the programs that it starts need that. Older releases name the GPU's index otherwise.
+        find, bind = (
+            binding._get_logical_cpus_to_bind_to,
+            binding._bind_all_threads_in_current_process_to_logical_cpus,
         )
+        name = next(iter(inspect.signature(find).parameters))
+        options = binding.NumaOptions(binding.AffinityMode(mode))
+        cpus = find(**{name: device.index}, numa_options=options)
+        if not cpus:
+            return f"--numa-binding {mode} has no effect: the task has no CPU near its GPU"
+        bind(logical_cpu_indices=cpus)
     except (ImportError, AttributeError):
         return f"--numa-binding {mode}: torch {torch.__version__} cannot bind a running process"
-    except Exception as error:  # no numactl, none of its CPUs in the task, no /sys …
+    except Exception as error:  # no /sys, GPUs of more kinds than torch expects …
         return f"--numa-binding {mode} has no effect: {error}"
-    finally:
-        talk.disabled = was
     return ""
 
 

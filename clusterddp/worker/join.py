@@ -186,6 +186,7 @@ def describe_rank(config: TrainConfig, env: DistEnv, environ: Mapping[str, str])
         local_rank=env.local_rank,
         granted=devices.granted_gpus(environ),
         driver=hardware.gpu_driver(),
+        build=devices.torch_build(),
     )
     threads = usable_threads(environ, env.local_world_size)
     warning = choice.warning

@@ -528,7 +528,8 @@ CPUS = "each GPU rank gets one CPU unless the partition sets DefCpuPerGPU"
         ({"gpus_per_node": 4}, {"launcher": "local"}, []),
         ({"gpus_per_node": 4, "exclusive": True}, {}, []),
         ({"gpus_per_node": 4}, {"sbatch": (("cpus-per-gpu", "6"),)}, []),
-        ({"gpus_per_node": 4}, {"sbatch": (("exclusive", "user"),)}, []),
+        ({"gpus_per_node": 4}, {"sbatch": (("exclusive", None),)}, []),
+        ({"gpus_per_node": 4}, {"sbatch": (("exclusive", "user"),)}, [CPUS]),  # nodes, not CPUs
         ({"gpus_per_node": 4, "tasks_per_node": 2, "cpus_per_task": 8}, {},
          ["2 of the 4 GPUs of each node stay idle"]),
         ({"gpus_per_node": 4, "tasks_per_node": 1, "cpus_per_task": 8},

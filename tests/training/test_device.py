@@ -1,5 +1,6 @@
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from clusterddp.training.device import (
     choose,
     granted_gpus,
     peak_bytes,
+    torch_build,
 )
 
 # wanted, visible, local rank, granted, driver -> device or words of the error
@@ -69,7 +71,7 @@ def test_a_process_is_bound_to_the_cpus_near_its_gpu(
 ) -> None:
     bound: list[set[int]] = []
     one = min(os.sched_getaffinity(0))
-    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/numactl")  # which torch looks for
+    monkeypatch.setattr(shutil, "which", lambda _: None)  # torch itself looks for numactl
     monkeypatch.setattr(binding, "_get_numa_node_index_for_device_index", lambda **_: 0)
     monkeypatch.setattr(binding, "_get_cpu_indices_for_numa_node_MAYBE_NOT_ALLOWED",
                         lambda **_: {one, 100_000})  # fmt: skip
@@ -81,11 +83,16 @@ def test_a_process_is_bound_to_the_cpus_near_its_gpu(
 def test_a_process_that_cannot_be_bound_goes_on_with_a_warning(
     binding: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    monkeypatch.setattr(binding, "_get_numa_node_index_for_device_index", lambda **_: 0)
-    assert "numactl" in bind_to_numa("node", torch.device("cuda:0"))
+    def find(*, gpu_index: int, numa_options: object) -> set[int]:  # as in an older torch
+        return set()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(binding, "_get_logical_cpus_to_bind_to", find)
+        assert "the task has no CPU near its GPU" in bind_to_numa("node", torch.device("cuda:0"))
+        patched.setattr(binding, "_get_logical_cpus_to_bind_to", lambda **_: {10**6})
+        assert "has no effect: [Errno 22]" in bind_to_numa("node", torch.device("cuda:0"))
     assert not caplog.records, "torch's traceback, a rank"
-    monkeypatch.delattr(binding, "_maybe_apply_numa_binding_to_current_process")
+    monkeypatch.delattr(binding, "_get_logical_cpus_to_bind_to")
     assert "cannot bind a running process" in bind_to_numa("node", torch.device("cuda:0"))
     monkeypatch.setitem(sys.modules, "torch.numa", None)  # as in torch 2.4
     assert "cannot bind a running process" in bind_to_numa("node", torch.device("cuda:0"))
@@ -93,9 +100,31 @@ def test_a_process_that_cannot_be_bound_goes_on_with_a_warning(
 
 def test_a_binding_is_one_of_torchs(binding: ModuleType) -> None:
     """A private part of torch, seen in 2.15."""
-    assert hasattr(binding, "_maybe_apply_numa_binding_to_current_process"), torch.__version__
+    for name in ("_get_logical_cpus_to_bind_to",
+                 "_bind_all_threads_in_current_process_to_logical_cpus"):  # fmt: skip
+        assert hasattr(binding, name), torch.__version__
     for mode in binding.AffinityMode:
         assert TrainConfig(numa_binding=mode.value).to_argv().count(f"--numa-binding={mode.value}")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "said"),
+    [
+        ("12.8", None, "for CUDA 12.8"),
+        (None, "6.4.1", "for ROCm 6.4.1"),
+        (None, None, "for CPUs only"),
+    ],
+)
+def test_the_build_of_torch_is_in_the_refusal(
+    cuda: str | None, hip: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    build = f"torch {torch.__version__} (built {said})"
+    assert torch_build() == build
+    for wanted, driver in (("auto", "AMD"), ("auto", "NVIDIA"), ("cuda", "")):
+        with pytest.raises(TrainingError, match=f"{re.escape(build)} sees no"):
+            choose(wanted, visible=0, local_rank=0, granted=2, driver=driver, build=build)
 
 
 def test_granted_gpus_that_stay_idle_are_a_warning() -> None:
