@@ -30,9 +30,9 @@ class SharedStore:
     ) -> None:
         """Connect. Raises TimeoutError or RuntimeError, as open_store does.
 
-        name: known to the ranks that meet on this node. open_store: connects to rank 0. seconds: time for
-        the first watchdog to connect. beat: seconds between two heartbeats; it has to answer in
-        that time, and gathers values for half of it.
+        name: known to the ranks that meet on this node. open_store: connects to rank 0. seconds:
+        time for the first watchdog to connect. beat: seconds between two heartbeats; the first one
+        has to answer in that time, and gathers values for half of it.
         """
         self._beat = beat
         self._socket, self._open = NodeSocket(name, socket.SOCK_STREAM), open_store
