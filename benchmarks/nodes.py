@@ -80,6 +80,9 @@ def _measured(size: int) -> dict[str, Any]:
 def _measure(size: int, writer: Connection) -> None:
     """Start the ranks, look at what they cost once all are there, and have them end."""
     from clusterddp.distributed import heartbeat  # noqa: F401 -- torch, before the forks
+    from clusterddp.request.resources import Resources
+    from clusterddp.request.spec import JobSpec
+    from clusterddp.request.train_config import TrainConfig
     from clusterddp.run.attempt import begin
     from clusterddp.run.run_dir import RunDir
 
@@ -87,7 +90,13 @@ def _measure(size: int, writer: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     signals = Signals()
     with tempfile.TemporaryDirectory() as folder:
-        attempt = begin(RunDir(Path(folder, "jobs", "run")))
+        path = Path(folder, "jobs", "run")
+        spec = JobSpec(
+            run_name="run", run_dir=str(path), resources=Resources(), python=sys.executable,
+            train=TrainConfig(),
+        )  # fmt: skip
+        with RunDir.create(spec, "") as run:
+            attempt = begin(run)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         groups = [
