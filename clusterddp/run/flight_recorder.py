@@ -136,8 +136,9 @@ def _judge(
     if first.place:
         what += f" in {first.place}"
     if absent := [rank for rank, each in members.items() if each.last < number]:
-        order = 1 if waiting.issuperset(absent) else 0
-        return order, f"{ranks(absent)} did not join {what}, where {ranks(here)} waited"
+        causes = [rank for rank in absent if rank not in waiting]
+        said = f"{ranks(causes or absent)} did not join {what}, where {ranks(here)} waited"
+        return (0 if causes else 1), said
     by_call: dict[str, list[int]] = {}
     for rank in here:
         name = members[rank].call.partition(" ")[0]

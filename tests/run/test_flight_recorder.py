@@ -112,8 +112,16 @@ CALL = "call 58 of NCCL's group 0 (default_pg), all_reduce Float [[3]] in step (
             [waits(0, 58), idles(1, 0), idles(2, 0), idles(3, 0)],
             f"ranks 1-3 did not join {CALL}, where rank 0 waited",
         ),
+        (
+            [waits(0, 58), idles(1, 57, IN_ANOTHER), idles(2, 57)],
+            f"rank 2 did not join {CALL}, where rank 0 waited",
+        ),
         (  # rank 1 waits in a group for rank 2, which is the cause
-            [waits(0, 58), idles(1, 57, IN_ANOTHER), idles(2, 57, Collective("7", 2, 3))],
+            [
+                waits(0, 58),
+                idles(1, 57, IN_ANOTHER),
+                outcome(2, collectives=(Collective("7", 2, 3),)),
+            ],
             "rank 2 did not join call 4 of NCCL's group 7, all_gather, where rank 1 waited",
         ),
         (
