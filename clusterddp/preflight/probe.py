@@ -118,7 +118,7 @@ def measure_gpus(
 ) -> NodeMeasurements:
     """Check this node's GPUs. Memory in use counts if it stays in use for some seconds.
 
-    granted: the job's GPUs on this node. root: root of the file system with AMD's driver.
+    granted: the job's GPUs on this node. root: root of the file system with /proc and AMD's driver.
     """
     if not granted:
         return NodeMeasurements()
@@ -133,7 +133,7 @@ def measure_gpus(
         check = partial(amd_gpus.check, granted, root)
     within, every = polling.GPU_RELEASE_SECONDS, polling.GPU_RELEASE_POLL_SECONDS
     polling.wait_until(  # the last job may just have ended
-        lambda: not gpu_state.held_memory(inspect(), job or ""), within, every=every
+        lambda: not gpu_state.held_memory(inspect(), job or "", root), within, every=every
     )
     (seen, fault), readings = check(), inspect()
     linked = [gpu for gpu in readings.values() if gpu.nvlinks > 0]
@@ -141,7 +141,7 @@ def measure_gpus(
         gpus_granted=granted,
         gpus_seen=seen,
         gpu_fault=fault,
-        memory_fault=gpu_state.held_memory(readings, job or ""),
+        memory_fault=gpu_state.held_memory(readings, job or "", root),
         fabric_fault=gpu_state.fabric_fault(readings),
         link_fault=gpu_state.link_fault(readings),
         nvlinks=min((gpu.nvlinks for gpu in linked), default=-1),

@@ -15,6 +15,7 @@ from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.host_faults import Undo, blocked_port, busy_core, full_disk, slow_link
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
+from tests.preflight.test_gpu_state import compiled
 
 BAD = "h03"
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
@@ -116,6 +117,24 @@ def test_a_fault_is_named_with_its_node_and_tasks_start_if_it_is_merely_slow(
         "done" if is_slow else "preflight"
     ]
     assert (tmp_path / "started").exists() == is_slow
+
+
+@pytest.mark.slow
+def test_a_gpu_whose_memory_is_in_use_costs_its_node_and_what_all_gpus_have_costs_none(
+    four: SlurmCluster, tmp_path: Path
+) -> None:
+    compiled(tmp_path, "-DOLD", host=BAD)
+    run, status = checked(
+        four, tmp_path, "--gpus-per-node=2", env={"LD_LIBRARY_PATH": str(tmp_path)}
+    )
+    assert status["state"] == "stopped", run.job_log.read_text()
+    in_use = "GPU 1: 3.0 GiB in use, by process 99999991, process 99999992"
+    assert marked_bad(run) == {BAD: in_use}
+    said = run.job_log.read_text()
+    for what in ("GPU fabric", "GPU links"):
+        assert (
+            f"4 of 4 nodes fail the same check ({what}), so none is marked bad. h01: GPU " in said
+        )
 
 
 @pytest.mark.slow

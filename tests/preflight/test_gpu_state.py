@@ -14,6 +14,8 @@ from clusterddp.preflight.gpu_state import Reading
 # Two GPUs. The structures are spelled as in nvml.h, so that the compiler lays them out.
 NVML = """
 #include <string.h>
+#include <unistd.h>
+/* No such processes: the kernel has fewer ids. */
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } memory_v2;
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu, compute; } process_v2;
 typedef struct {
@@ -26,6 +28,14 @@ typedef struct {
 #define VERSION(type) (unsigned)(sizeof(type) | 2u << 24)
 static int known[2] = {0, 1};
 #define SECOND(device) (*(int *)(device) == 1)
+static int busy(void) {
+    char name[64] = "";
+    return !*HOST || (!gethostname(name, sizeof name) && !strcmp(name, HOST));
+}
+int nvmlDeviceGetTotalEccErrors() { return 3; }
+int nvmlDeviceGetRemappedRows() { return 3; }
+int nvmlDeviceGetCurrentClocksThrottleReasons() { return 3; }
+int nvmlEventSetCreate() { return 3; }
 int nvmlInit_v2(void) { return 0; }
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
@@ -36,14 +46,14 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
 int nvmlDeviceGetMemoryInfo_v2(void *device, memory_v2 *memory) {
     if (memory->version != VERSION(memory_v2)) return 25;
     memory->reserved = 1;
-    memory->used = SECOND(device) ? 3ull << 30 : 5;
+    memory->used = SECOND(device) && busy() ? 3ull << 30 : 5;
     return 0;
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, process_v2 *processes) {
     if (*count < 2) return 7;
     memset(processes, 255, 2 * sizeof(process_v2));
-    processes[0] = (process_v2){4711, 2ull << 30, ~0u, ~0u};
-    processes[1] = (process_v2){4712, 1ull << 30, ~0u, ~0u};
+    processes[0] = (process_v2){99999991, 2ull << 30, ~0u, ~0u};
+    processes[1] = (process_v2){99999992, 1ull << 30, ~0u, ~0u};
     *count = SECOND(device) ? 2 : 0;
     return 0;
 }
@@ -76,22 +86,28 @@ int nvmlDeviceGetGpuFabricInfoV(void *device, fabric_v2 *fabric) {
 """
 
 
-def library(folder: Path, *options: str) -> ctypes.CDLL:
+def compiled(folder: Path, *options: str, host: str = "") -> Path:
+    """The library; memory is in use only on this host, if one is named."""
     compiler = shutil.which("cc")
     if not compiler:
         pytest.skip("there is no C compiler")
     source, made = folder / "nvml.c", folder / "libnvidia-ml.so.1"
     source.write_text(NVML)
-    argv = [compiler, "-shared", "-fPIC", *options, "-o", str(made), str(source)]
+    named = f'-DHOST="{host}"'
+    argv = [compiler, "-shared", "-fPIC", named, *options, "-o", str(made), str(source)]
     subprocess.run(argv, check=True, timeout=60)
-    return ctypes.CDLL(str(made))
+    return made
+
+
+def library(folder: Path, *options: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(compiled(folder, *options)))
 
 
 def test_the_structures_are_laid_out_as_the_drivers(tmp_path: Path) -> None:
     read = gpus.inspect(2, [], library(tmp_path, "-DMIG=0"))
     same: dict[str, Any] = {"lanes": 8, "max_lanes": 16, "max_nvlinks": 18}
     same |= {"fabric_state": 3, "fabric_status": 15, "fabric_health": 0x1552}
-    processes = ((4711, 2 << 30), (4712, 1 << 30))
+    processes = ((99999991, 2 << 30), (99999992, 1 << 30))
     assert read == {
         "0": Reading(5, nvlinks=18, **same),
         "1": Reading(3 << 30, processes, nvlinks=17, **same),
