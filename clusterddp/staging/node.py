@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp import formatting
-from clusterddp.staging.environment import BASE, ENV, MANIFEST, StagingError
+from clusterddp.staging.environment import ENV, MANIFEST, StagingError
 
 _UNUSED_SECONDS = 3600.0
 _BLOCK_BYTES = 4096
@@ -201,21 +201,9 @@ def _adapt(draft: Path, path: Path, manifest: Mapping[str, Any]) -> None:
             file.chmod(mode | 0o200)
             file.write_bytes(fresh)
             file.chmod(mode)
-    if BASE in manifest["roots"]:
-        _set_home(draft / ENV / "pyvenv.cfg", path / BASE / "bin")
 
 
 def _replaced(content: bytes, moved: Mapping[bytes, bytes]) -> bytes:
     for old, new in moved.items():
         content = content.replace(old, new)
     return content
-
-
-def _set_home(config: Path, home: Path) -> None:
-    """Set the directory of the base interpreter, which pyvenv.cfg may name through links."""
-    if config.is_file():
-        lines = config.read_text().splitlines()
-        fresh = [
-            f"home = {home}" if line.partition("=")[0].strip() == "home" else line for line in lines
-        ]
-        config.write_text("\n".join(fresh) + "\n")

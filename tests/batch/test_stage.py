@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,13 +55,20 @@ def test_of_jobs_that_start_together_one_packs(
 ) -> None:
     archive, packs = tmp_path / "jobs" / "d.tar", []
     archive.parent.mkdir()
+    waiting, await_other = threading.Semaphore(0), stage._await_other
 
     def pack(_: object, path: Path, __: object) -> bool:
         packs.append(path)
+        assert all(waiting.acquire(timeout=30) for _ in range(3)), "the others do not wait"
         path.write_bytes(b"")
         return True
 
+    def wait(*arguments: Any) -> None:
+        waiting.release()
+        await_other(*arguments)
+
     monkeypatch.setattr(environment, "pack", pack)
+    monkeypatch.setattr(stage, "_await_other", wait)
     jobs = [
         threading.Thread(target=stage._make_archive, args=(_FOUND, archive, lambda: False))
         for _ in range(4)
@@ -80,7 +88,8 @@ def test_the_claim_of_a_dead_job_is_removed(
     (tmp_path / ".d.tar.claim").touch()
     monkeypatch.setattr(polling, "PACKING_SECONDS", 0.0)
     monkeypatch.setattr(environment, "pack", lambda *_: archive.touch() or True)
-    assert stage._make_archive(_FOUND, archive, lambda: False)
+    asked = iter(range(20))  # about ten seconds
+    assert stage._make_archive(_FOUND, archive, lambda: next(asked, None) is None)
     assert [each.name for each in tmp_path.iterdir()] == ["d.tar"]
 
 
