@@ -30,6 +30,8 @@ BENCHMARKS = {
     "preflight": "benchmarks.preflight",
     "gpu": "benchmarks.gpu",
 }
+MORE = {"scale": "benchmarks.nodes"}
+"""Modules with a table that compares nothing, but shows growth."""
 _VERSIONS = ("clusterddp", "click", "jinja2", "torch", "torchvision", "numpy")
 
 
@@ -77,6 +79,8 @@ def command(only: tuple[str, ...], as_json: bool, plots: Path | None) -> None:
     for name, rows in tables.items():
         shown = table(rows) if rows else "Not measured: the reason stands below."
         click.echo(f"\n### {name}\n\nOn {circumstances['hardware']}.\n\n{shown}")
+        if more := MORE.get(name):
+            click.echo("\n" + "\n".join(importlib.import_module(more).table()))
     if NOTES:
         click.echo("\n" + "\n".join(f"- {line}" for line in NOTES))
 

@@ -20,7 +20,7 @@ A run is one directory in the runs directory. Its content:
         preflight-full.json  the ranks' checks before the training
         checkpoints/     step-00001200.pt and its .sha256, including those of earlier attempts
         metrics.jsonl    loss, accuracy, images/s, learning rate since the run's first step
-        outcomes/        rank-R.json: end of rank R; also the notes of `outcome`, and
+        outcomes/        node-HOST.N.json: ends of a host's ranks; also the notes of `outcome`, and
                          error-R.json, written by torch's `record`
         profile/         rank-R.trace.json.gz, with --profile
         tensorboard/     with --tensorboard
