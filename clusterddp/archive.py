@@ -8,7 +8,7 @@ import importlib.util
 import marshal
 import struct
 import sys
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, ModuleType
 
 _END = struct.Struct("<4s4H2LH")
@@ -31,7 +31,9 @@ def serve(archive: str) -> None:
     parts = [
         entry[len(archive) + 1 :] for entry in sys.path if f"{entry}/".startswith(f"{archive}/")
     ]
-    sys.meta_path.insert(0, Finder(archive, content, parts))
+    # Finders that others have put first, as debuggers do, stay first.
+    place = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else 0
+    sys.meta_path.insert(place, Finder(archive, content, parts))
 
 
 class Finder:

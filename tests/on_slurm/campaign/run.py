@@ -352,7 +352,7 @@ class Run:
             except OSError:
                 continue
             inside = next(line for line in status.splitlines() if line.startswith("NSpid:"))
-            if int(inside.split()[-1]) == record["pid"]:
+            if int(inside.split()[-1]) == record.pid:
                 return pid
         return None
 

@@ -140,7 +140,9 @@ class Finder(importlib.abc.MetaPathFinder):
             hold("import")
         if fullname not in AFTER:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)  # type: ignore[arg-type]
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(fullname, path, None) for finder in others)  # type: ignore[arg-type]
+        spec = next((each for each in found if each), None)
         if spec is None or spec.loader is None:
             return spec
         plain = spec.loader.exec_module
