@@ -120,7 +120,7 @@ def look_and_stop(trial: Trial) -> None:
     seconds = time.monotonic() - began
     trial.tell(
         f"stacks of all ranks in {seconds:.0f} s:\n{said[:600]}",
-        expected=f"{trial.size} of {trial.size}" in said,
+        expected=f"all {trial.size} (ranks 0-{trial.size - 1})" in said,
     )
     began = time.monotonic()
     trial.status(run)
