@@ -181,7 +181,7 @@ def _be_rank(rank: int, size: int, port: int, attempt: "Attempt", signals: Signa
     record = NodeRecord(node_path(attempt.outcomes, host), attempt.write_final_record)
     fields: dict[str, Any] = {
         "rank": rank, "local_rank": local_rank, "node_rank": node, "host": host, "job_id": "1",
-        "pid": os.getpid(), "restart": 0, "step_id": "0", "started": time.time(), "revision": 1,
+        "pid": os.getpid(), "restart": 0, "step_id": "0", "started": time.time(), "written": 1.0,
     }  # fmt: skip
     assert record.keep(fields), f"rank {rank} has no part in its node's record"
     shared = heartbeat.connect(env, environ, _PATIENCE_SECONDS, _BEAT_SECONDS)
@@ -191,7 +191,7 @@ def _be_rank(rank: int, size: int, port: int, attempt: "Attempt", signals: Signa
     signals.end.wait()
     error = {"type": "ValueError" if rank == 3 else "RuntimeError", "message": "at the end",
              "peer_lost": rank != 3}  # fmt: skip
-    fields |= {"ended": time.time(), "exit_code": 1, "error": error, "revision": 2}
+    fields |= {"ended": time.time(), "exit_code": 1, "error": error, "written": 2.0}
     record.keep(fields)
     record.close(failed=False)
 

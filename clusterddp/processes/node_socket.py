@@ -22,7 +22,7 @@ class NodeSocket:
     def __init__(self, name: str, kind: socket.SocketKind) -> None:
         """kind: SOCK_SEQPACKET keeps messages apart, of at most 200 KB; or SOCK_STREAM."""
         digest = sha256(name.encode(errors="surrogateescape")).hexdigest()[:32]
-        self._address, self._kind = f"\0clusterddp-{os.geteuid()}-{digest}", kind
+        self._address, self._kind = f"\0clusterddp-{digest}", kind
 
     def listen(self) -> socket.socket | None:
         """Return a listening socket; None if another process has one. Raises OSError."""

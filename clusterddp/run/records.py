@@ -302,8 +302,8 @@ class Outcome:
     """Signal that asked it to save or end; None without one, or if it ignores them."""
     continued: float | None = None
     """Time at which it last continued after a stop, for example by `scontrol suspend`."""
-    revision: int = 0
-    """Number of times that its parent has written it."""
+    written: float = 0.0
+    """Time at which a parent wrote it; a rank can have an older one elsewhere."""
     listened: bool | None = None
     """For rank 0 of a COMMAND with torch: whether it, or any process on MASTER_PORT, listened for
     other ranks; None if not checked."""

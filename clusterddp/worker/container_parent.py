@@ -112,6 +112,7 @@ class _OutsideRecord(TaskRecord):
     def __init__(self, run: RunDir, env: DistEnv, attempt: int | None, code_reader: int) -> None:
         """Take the pipe with the exit code from the first program in the container."""
         super().__init__(run, env, attempt)
+        self._node = None  # the parents inside share the node's record
         self._code_reader = code_reader
         self.is_good = False
         """True if both task and runtime exited with 0, so that no container remains.

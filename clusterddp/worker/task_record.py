@@ -48,7 +48,6 @@ class TaskRecord:
             "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             "step_id": os.environ.get("SLURM_STEP_ID", ""),
             "received_signal": None,  # set early: a signal can arrive while the fields are written
-            "revision": 0,
         }
         self._node = self._node_record()
 
@@ -144,7 +143,7 @@ class TaskRecord:
 
     def _write(self) -> None:
         """Write the record. If the run directory is gone or full, only the record is lost."""
-        self._fields["revision"] = int(str(self._fields["revision"])) + 1
+        self._fields["written"] = round(time.time(), 6)
         try:
             if self._node and self._node.keep(self._fields):
                 self._written = self._node.path

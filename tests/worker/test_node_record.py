@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.files import write_record
 from clusterddp.run.attempt import Attempt, begin
-from clusterddp.run.outcome import read_outcomes
+from clusterddp.run.outcome import RANKS, node_path, rank_path, read_outcomes, read_outcomes_of
 from clusterddp.run.run_dir import RunDir
 from clusterddp.worker.node_record import NodeRecord
 from tests.waiting import PATIENCE, wait_for
@@ -131,6 +132,22 @@ def test_a_task_that_its_agent_starts_again_is_recorded_by_its_new_leader(node: 
     node.end(0, 0)
     node.parents[0].wait(PATIENCE)
     assert (node.codes, node.files) == ([0], ["node-g01"])
+
+
+def test_the_newest_record_of_a_rank_counts_wherever_it_is(tmp_path: Path) -> None:
+    """A container's parent outside began before the one inside, whose record it corrects."""
+    fields = {
+        "rank": 0, "local_rank": 0, "node_rank": 0, "host": HOST, "pid": 1, "job_id": "",
+        "restart": 0, "step_id": "",
+    }  # fmt: skip
+    inside = {**fields, "started": 5.0, "written": 5.0}
+    outside = {**fields, "started": 4.0, "written": 9.0, "ended": 9.0, "exit_code": 137}
+    for first, second in ((inside, outside), (outside, inside)):
+        write_record(node_path(tmp_path, HOST), {RANKS: [first]})
+        write_record(rank_path(tmp_path, 0), second)
+        assert [each.exit_code for each in read_outcomes(tmp_path)] == [137]
+        assert [each.exit_code for each in read_outcomes_of(tmp_path, HOST)] == [137]
+        assert read_outcomes_of(tmp_path, "g") == []
 
 
 def _keep(path: Path, record: Mapping[str, object]) -> bool:
