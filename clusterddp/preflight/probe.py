@@ -7,7 +7,6 @@ no torch. It exits at the collector's request, when the connection closes, or af
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import json
 import os
 import select
@@ -43,7 +42,6 @@ _SPINS_AGAIN = 5
 """Loops of a repeated measurement; the fastest counts."""
 _SPIN_PAUSE_SECONDS = 0.1
 _CHUNK = bytes(64 << 10)
-_SIOCGIFADDR = 0x8915
 _SYSFS_NET = Path("/sys/class/net")
 
 
@@ -132,10 +130,15 @@ def measure_gpus(
         inspect = partial(amd_gpus.inspect, granted, root)
         check = partial(amd_gpus.check, granted, root)
     within, every = polling.GPU_RELEASE_SECONDS, polling.GPU_RELEASE_POLL_SECONDS
-    polling.wait_until(  # the last job may just have ended
-        lambda: not gpu_state.held_memory(inspect(), job or "", root), within, every=every
-    )
-    (seen, fault), readings = check(), inspect()
+    readings: dict[str, gpu_state.Reading] = {}
+
+    def is_free() -> bool:
+        nonlocal readings
+        readings = inspect()
+        return not gpu_state.held_memory(readings, job or "", root)
+
+    polling.wait_until(is_free, within, every=every)  # the last job may just have ended
+    seen, fault = check()
     linked = [gpu for gpu in readings.values() if gpu.nvlinks > 0]
     return NodeMeasurements(
         gpus_granted=granted,
@@ -299,27 +302,14 @@ def _listening(
     """
     own = stream.getsockname()[0]
     named = environ.get("GLOO_SOCKET_IFNAME", "")
-    address = address_of(named) or ("" if own.startswith("127.") or own == "::1" else own)
+    address = hardware.address_of(named) or ("" if own.startswith("127.") or own == "::1" else own)
     return listen(ports, address)
-
-
-def address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface, or an empty text (netdevice(7))."""
-    if not interface:
-        return ""
-    request = struct.pack("256s", interface.encode(errors="surrogateescape")[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
-        except OSError:
-            return ""
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _interface_of(address: str) -> str:
     if ":" not in address:
         names = (name for _, name in socket.if_nameindex())
-        return next((name for name in names if address_of(name) == address), "")
+        return next((name for name in names if hardware.address_of(name) == address), "")
     with contextlib.suppress(OSError):
         packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
         for line in Path("/proc/net/if_inet6").read_text().splitlines():

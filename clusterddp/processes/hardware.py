@@ -18,6 +18,7 @@ NVIDIA_DRIVER = (_NVIDIA / "version", Path("/dev/nvidiactl"), Path("/usr/lib/wsl
 the device, and WSL 2 only the library of the Windows driver."""
 AMD_DEVICE = Path("/dev/kfd")
 _CPUS = Path("/proc/cpuinfo")
+_SIOCGIFADDR = 0x8915
 MAX_FILES = 65536
 """Highest soft limit of open files that is set: some programs close every descriptor below it."""
 SHARED_TYPES = (
@@ -170,6 +171,21 @@ def _port_kind(port: Path) -> str:
     except (OSError, ValueError, IndexError):
         return ""
     return "" if slow else ROCE if layer == "Ethernet" else INFINIBAND
+
+
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of a network interface, or an empty text (netdevice(7))."""
+    import fcntl  # seldom needed
+    import socket
+    import struct
+
+    request = struct.pack("256s", interface.encode(errors="surrogateescape")[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
 
 
 def open_files() -> int:

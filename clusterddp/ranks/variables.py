@@ -10,6 +10,8 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
 from clusterddp.errors import DistEnvError, RequestError
@@ -110,14 +112,28 @@ def _interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
+def _is_usable(interface: str) -> bool:
+    from clusterddp.processes import hardware  # rarely needed
+
+    with suppress(OSError):
+        if Path("/sys/class/net", interface, "operstate").read_text().strip() == "down":
+            return False
+    return bool(hardware.address_of(interface))
+
+
 def own_gloo_interfaces(
-    environ: Mapping[str, str], world_size: int, present: Callable[[], list[str]] = _interfaces
+    environ: Mapping[str, str],
+    world_size: int,
+    present: Callable[[], list[str]] = _interfaces,
+    is_usable: Callable[[str], bool] = _is_usable,
 ) -> dict[str, str]:
-    """Return GLOO_SOCKET_IFNAME with the names of this host's interfaces.
+    """Return GLOO_SOCKET_IFNAME with the name of one of this host's interfaces.
 
     gloo ends a rank if it gets NCCL's forms: a prefix, `=ib0`, `^docker0`, or names of which this
-    host has only some. A prefix means its first interface; with ^, gloo uses the address of the
-    host's name. Empty if there is nothing to change. present: returns the host's interfaces.
+    host has only some. It connects once per name, and waits forever for a host with fewer names: so
+    a list or a prefix means the first interface that is up and has an IPv4 address, or else the
+    first. With ^, gloo uses the address of the host's name. Empty if there is nothing to change.
+    present: returns the host's interfaces.
 
     Raises DistEnvError if the host has none of them.
     """
@@ -127,16 +143,16 @@ def own_gloo_interfaces(
     if wanted.startswith("^"):
         return {GLOO_INTERFACE: ""}
     names, found = present(), list[str]()
-    for part in wanted.lstrip("=").split(","):
+    for part in filter(None, wanted.lstrip("=").split(",")):
         alike = () if wanted.startswith("=") else (n for n in names if n.startswith(part))
-        found += [part] if part in names else [*alike][:1]
+        found += [part] if part in names else alike
     if not found:
         raise DistEnvError(
             f"{GLOO_INTERFACE}={format_value(wanted)}: expected network interfaces of "
             f"{host_name(environ)}, which has {', '.join(names)}. Name one that every node has, "
             "with --network-interface. [CD0911]"
         )
-    return {GLOO_INTERFACE: ",".join(found)}
+    return {GLOO_INTERFACE: next(filter(is_usable, found), found[0])}
 
 
 def torch_variables_are_set(environ: Mapping[str, str]) -> bool:

@@ -115,16 +115,14 @@ def find_absent(outcomes: Sequence[Outcome]) -> str:
         for each in outcome.collectives:
             groups.setdefault(each.group, {})[outcome.rank] = each
     waiting = {rank for members in groups.values() for rank, c in members.items() if c.open}
-    found = [_judge(name, of, waiting, len(outcomes)) for name, of in groups.items()]
+    found = [_judge(name, of, waiting) for name, of in groups.items()]
     return min(found, default=(0, ""))[1]
 
 
-def _judge(
-    group: str, members: Mapping[int, Collective], waiting: set[int], known: int
-) -> tuple[int, str]:
+def _judge(group: str, members: Mapping[int, Collective], waiting: set[int]) -> tuple[int, str]:
     """Return what one group's open call shows, and its place in the order of causes.
 
-    known: ranks whose end is recorded.
+    A lost node leaves no dumps, and of several ranks in one task only some are read.
     """
     numbers = [each.open for each in members.values() if each.open]
     if not numbers:
@@ -147,6 +145,7 @@ def _judge(
         each = "; ".join(f"{ranks(those)}: {call}" for call, those in by_call.items())
         return 0, f"the ranks made different calls as {number} of NCCL's group {group}: {each}"
     lacking = first.size - len(members)
-    if lacking > 0 and known >= first.size:
-        return 2, f"{ranks(here)} waited in {what}; {lacking} of its ranks left no dump"
+    if lacking > 0:
+        unread = f"the dumps of {lacking} of its ranks were not read"
+        return 2, f"{ranks(here)} waited in {what}; {unread}"
     return 3, f"all known ranks joined {what}, but it did not complete: a GPU or the network"

@@ -324,7 +324,8 @@ def _seeded_once(seed: int) -> list[Tensor]:
     for _ in range(2):
         parts += ours.get_state(), _bytes(array("I", python.getstate()[1]).tobytes())
         parts.append(_bytes(array("I", other.get_state()[1].tolist()).tobytes() if other else b""))
-        torch.rand(1, generator=ours)
+        # The program may have set another default device or type, which draws other bits.
+        torch.rand(1, generator=ours, device="cpu", dtype=torch.float32)
         python.random()
         if other:
             other.random_sample()

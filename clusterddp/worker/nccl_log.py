@@ -11,6 +11,7 @@ import random
 import re
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ from pathlib import Path
 from clusterddp import files, log
 from clusterddp.formatting import clean
 from clusterddp.processes import hardware
+from clusterddp.processes.table import start_ticks
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
 from clusterddp.run.attempt import Attempt
@@ -26,6 +28,8 @@ from clusterddp.run.records import SlowNetwork
 
 FIRST_SECONDS, NEXT_SECONDS = 60.0, 300.0
 """Time until the lines are first kept, and then until NCCL has started; a fifth more or less."""
+_LEFT_SECONDS = 600.0
+"""Age from which the file of a process that is gone is removed."""
 _OWN = ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS")
 _NAME = "clusterddp-nccl-"
 _MAX_BYTES, _MAX_LINES, _MAX_TEXT = 1 << 20, 60, 300
@@ -76,6 +80,7 @@ class NcclLog:
     def began(self, *_: object) -> Callable[[], None]:
         """Keep the lines, in a thread, while the program runs; return `close`."""
         if self.prefix.name:
+            _remove_left(self.prefix.parent)
             threading.Thread(target=self._run, name="nccl-log", daemon=True).start()
         return self.close
 
@@ -135,6 +140,21 @@ def _expose(environ: MutableMapping[str, str], env: DistEnv) -> str:
             environ.update(zip(_OWN, values, strict=True))
             return prefix
     return ""
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove this user's files of programs whose parent was killed.
+
+    A process of another PID namespace seems to be gone, so a file that NCCL just wrote stays.
+    """
+    for path in folder.glob(f"{_NAME}*"):
+        pid = path.name.rpartition("-")[2]
+        with suppress(OSError):
+            state = path.lstat()
+            is_ours = state.st_uid == os.getuid() and pid.isdecimal()
+            is_old = time.time() - state.st_mtime > _LEFT_SECONDS
+            if is_ours and is_old and start_ticks(int(pid)) is None:
+                path.unlink()
 
 
 def _head(path: Path) -> str:

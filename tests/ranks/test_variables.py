@@ -58,17 +58,23 @@ def test_a_paste_that_cannot_be_read_is_refused(text: str, message: str) -> None
 @pytest.mark.parametrize(
     ("wanted", "own"),
     [
-        ("ib0", "ib0"), ("=ib0", "ib0"), ("ib", "ib0"), ("=ib0,none", "ib0"), ("none,eth", "eth0"),
-        ("ib1,ib0", "ib1,ib0"), ("^docker0", ""), ("^=docker0", ""),
+        ("ib0", "ib0"), ("=ib0", "ib0"), ("ib", "ib01"), ("=ib0,none", "ib0"), ("none,eth", "eth0"),
+        ("ib1,ib0", "ib1"), ("ib0,ib1", "ib1"), ("ib0,", "ib0"), ("^docker0", ""),
+        ("^=docker0", ""),
     ],
 )  # fmt: skip
-def test_gloo_gets_the_names_that_nccls_form_means_on_this_host(wanted: str, own: str) -> None:
-    environ = {"GLOO_SOCKET_IFNAME": wanted}
-    names = ["lo", "eth0", "ib0", "ib01", "ib1"]
-    assert own_gloo_interfaces(environ, 2, lambda: names) == {"GLOO_SOCKET_IFNAME": own}
+def test_gloo_gets_one_interface_of_those_that_nccls_form_means(wanted: str, own: str) -> None:
+    environ, names = {"GLOO_SOCKET_IFNAME": wanted}, ["lo", "eth0", "ib0", "ib01", "ib1"]
+    found = own_gloo_interfaces(environ, 2, lambda: names, lambda name: name != "ib0")
+    assert found == {"GLOO_SOCKET_IFNAME": own}
 
 
-@pytest.mark.parametrize("wanted", ["none", "=ib", "x y"])
+def test_an_interface_of_this_host_without_an_address_is_passed_over() -> None:
+    environ, names = {"GLOO_SOCKET_IFNAME": "none,lo"}, ["none", "lo"]
+    assert own_gloo_interfaces(environ, 2, lambda: names) == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.mark.parametrize("wanted", ["none", "=ib", "x y", ","])
 def test_interfaces_that_a_host_lacks_are_refused(wanted: str) -> None:
     environ = {"GLOO_SOCKET_IFNAME": wanted, "SLURMD_NODENAME": "h02"}
     with pytest.raises(DistEnvError, match="expected network interfaces of h02, which has lo, ib0"):

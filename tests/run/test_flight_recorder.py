@@ -136,7 +136,11 @@ CALL = "call 58 of NCCL's group 0 (default_pg), all_reduce Float [[3]] in step (
         ),
         (
             [waits(0, 58), waits(1, 58), waits(2, 58), outcome(3)],
-            f"ranks 0-2 waited in {CALL}; 1 of its ranks left no dump",
+            f"ranks 0-2 waited in {CALL}; the dumps of 1 of its ranks were not read",
+        ),
+        (  # a task with several ranks, or a lost node
+            [waits(0, 58), waits(1, 58)],
+            f"ranks 0-1 waited in {CALL}; the dumps of 2 of its ranks were not read",
         ),
         (
             [waits(rank, 58) for rank in range(4)],

@@ -115,6 +115,19 @@ def test_packed_states_are_the_same_to_the_bit() -> None:
         assert _is_same(replay.unpack(joined, rank), expected), rank
 
 
+def test_packed_states_do_not_depend_on_the_default_dtype() -> None:
+    states = _states(1)
+    joined = _in_a_checkpoint([states])
+    before = torch.get_default_dtype()
+    replay._seeded_once.cache_clear()  # as after a restart
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert _is_same(replay.unpack(joined, 0), states)
+    finally:
+        torch.set_default_dtype(before)
+        replay._seeded_once.cache_clear()
+
+
 @pytest.mark.parametrize("draws", [0, 1])
 def test_states_that_follow_from_the_seed_take_little_at_rank_0(draws: int) -> None:
     states = _states(draws) | {"ahead": []}

@@ -1,5 +1,7 @@
 """NCCL's lines at its start: which are kept, and the warning about sockets."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -142,6 +144,27 @@ def test_the_lines_are_kept_while_it_runs_and_the_node_keeps_no_file(
     assert not own.exists()
     assert read(SlowNetwork, warned) == SlowNetwork("h02", SLOW + VERBS)
     assert logged == [f"warning: {SLOW}{VERBS} [CD0910]"]
+
+
+def test_files_of_a_killed_parent_are_removed_by_the_next(
+    attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = NcclLog({}, DistEnv.from_environ(TWO_NODES), attempt, tmp_path)
+    made.prefix = tmp_path / made.prefix.name
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = [f"clusterddp-nccl-ab-{pid}" for pid in (ended.pid, os.getpid())]
+    names += [f"clusterddp-nccl-new-{ended.pid}", "clusterddp-nccl-ab-c", f"other-{ended.pid}"]
+    for name in names:
+        (tmp_path / name).touch()
+        if "new" not in name:
+            os.utime(tmp_path / name, (0, 0))
+    with monkeypatch.context() as other:
+        other.setattr(os, "getuid", lambda: -1)
+        made.began()()
+    assert sorted(names) == sorted(path.name for path in tmp_path.glob("*-*"))
+    made.began()()
+    assert sorted(names[1:]) == sorted(path.name for path in tmp_path.glob("*-*"))
 
 
 def test_a_command_that_uses_nccl_leaves_its_lines_in_the_attempt(tmp_path: Path) -> None:

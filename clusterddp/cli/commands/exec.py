@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from clusterddp.errors import DistEnvError, coded
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import (
     JOB_ID,
@@ -63,8 +64,7 @@ def command(
     """
     env = DistEnv.from_environ(os.environ)
     own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
-    interfaces = own_gloo_interfaces(os.environ, env.world_size)
-    environ = {**os.environ, **env.to_environ(), **own_device, **interfaces}
+    environ = {**os.environ, **env.to_environ(), **own_device, **_gloo_interface(run_dir, env)}
     environ.pop(ATTEMPT_VARIABLE, None)  # COMMAND may start another training
     if threads := _threads(environ, env):
         environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -94,6 +94,25 @@ def command(
     return run_command(
         run_dir.absolute(), env, argv, environ, attempt, own_log=own_log, report_to=report_to
     )
+
+
+def _gloo_interface(run_dir: Path | None, env: DistEnv) -> dict[str, str]:
+    """Return the variable with gloo's interface on this host; empty if it does not change.
+
+    Raises DistEnvError if the run's own request names none of this host. One from the environment
+    only causes a warning, since COMMAND may not use gloo.
+    """
+    try:
+        return own_gloo_interfaces(os.environ, env.world_size)
+    except DistEnvError as error:
+        from clusterddp.run.run_dir import RunDir  # seldom needed
+
+        spec = RunDir(run_dir).read_spec() if run_dir else None
+        if spec and spec.network_interface:
+            raise
+        if env.local_rank == 0:
+            click.echo(f"clusterddp: warning: {coded(error)}", err=True)
+    return {}
 
 
 def _threads(environ: Mapping[str, str], env: DistEnv) -> int:

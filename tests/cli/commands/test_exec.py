@@ -16,6 +16,7 @@ from clusterddp.run.attempt import begin
 from clusterddp.run.run_dir import RunDir
 from clusterddp.version import arming_folder
 from tests.cli.commands.test_env import STEP
+from tests.run.test_history import make_run
 
 ROOT = Path(__file__).parents[3]
 PRINT_ENVIRON = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -61,12 +62,18 @@ def test_a_command_that_is_alone_on_its_host_keeps_all_mig_devices() -> None:
     assert json.loads(done.stdout)["CUDA_VISIBLE_DEVICES"] == "MIG-a,MIG-b"
 
 
-def test_gloo_is_given_interfaces_of_this_host() -> None:
+def test_gloo_is_given_an_interface_of_this_host(tmp_path: Path) -> None:
     show = 'echo "$NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME"'
     environ = {**STEP, "NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "=none,lo"}
     assert run_exec("--", "sh", "-c", show, environ=environ).stdout == "=lo lo\n"
     environ["GLOO_SOCKET_IFNAME"] = "none"
     done = run_exec("--", "sh", "-c", show, environ=environ)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "=lo none\n", "")
+    done = run_exec("--", "sh", "-c", show, environ={**environ, "SLURM_LOCALID": "0"})
+    assert "warning: GLOO_SOCKET_IFNAME=none: expected" in done.stderr
+    assert done.returncode == 0 and "[CD0911]" in done.stderr
+    run = make_run(tmp_path / "run", command=("sh",), network_interface="none")
+    done = run_exec("--run-dir", str(run.path), "--", "sh", "-c", show, environ=environ)
     assert (done.returncode, done.stdout) == (1, "")
     assert "which has lo" in done.stderr and "[CD0911]" in done.stderr
 
