@@ -121,6 +121,7 @@ class NodeWatch:
         self._idle_due = 0.0
         self._signs: dict[str, tuple[float, float]] = {}
         """Latest change of a node's records, and when this process first saw it."""
+        self._records: dict[Path, _Record] = {}
 
     def look(self, now: float) -> dict[str, str]:
         """Return the nodes that failed to answer often enough in a row, with the reason.
@@ -165,27 +166,32 @@ class NodeWatch:
 
     def _read(self) -> Collection["_Record"]:
         """Return the readable records: usually one per node, which renews it."""
-        paths = record_paths(self.attempt.outcomes)
-        return [record for path in paths if (record := _Record.read(path))]
+        before = self._records
+        read = {p: _Record.read(p, before.get(p)) for p in record_paths(self.attempt.outcomes)}
+        self._records = {path: record for path, record in read.items() if record}
+        return self._records.values()
 
 
 class _Record(NamedTuple):
     """File with the records of a node's ranks."""
 
     changed: float
-    """Its modification time."""
+    """Its modification time, which its node renews."""
+    content: bytes
     outcomes: Sequence[Outcome]
 
     @classmethod
-    def read(cls, path: Path) -> "_Record | None":
-        """Read a record; None if it is gone or incomplete.
+    def read(cls, path: Path, before: "_Record | None") -> "_Record | None":
+        """Read a record; None if it is gone or incomplete. before: the file's last one.
 
         It is opened, because a network file system answers stat from its cache.
         """
         with suppress(OSError), path.open("rb") as file:
-            changed = os.fstat(file.fileno()).st_mtime
-            if outcomes := load(path, file.read()):
-                return cls(changed, outcomes)
+            changed, content = os.fstat(file.fileno()).st_mtime, file.read()
+            if before and before.content == content:
+                return before._replace(changed=changed)
+            if outcomes := load(path, content):
+                return cls(changed, content, outcomes)
         return None
 
 
@@ -306,7 +312,8 @@ def end_step(
 def _may_save(attempt: Attempt, left: Collection[Outcome]) -> bool:
     """Return whether the parents of ranks that have just ended may begin to save a snapshot."""
     hosts = {outcome.host for outcome in left if outcome.step is not None}
-    records = [path for host in hosts for path in record_paths(attempt.outcomes, host)]
+    paths = {path for host in hosts for path in record_paths(attempt.outcomes, host)}
+    records = [path for path in paths if any(each.host in hosts for each in load(path))]
     with suppress(OSError):
         latest = max(records, key=last_renewal, default=None)
         return latest is not None and files.age(latest, attempt.path) < _SAVE_BEGINS_SECONDS

@@ -208,17 +208,22 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
     return "a later attempt has begun"  # in the same job, with another srun
 
 
+_LOOKS_AT_ONE_HOST = 10
+
+
 class _AtWork:
     """First rank of an attempt without a recorded end."""
 
     def __init__(self, attempt: Attempt, ranks: int) -> None:
         self._folder, self._ranks = attempt.outcomes, ranks
         self._known: Outcome | None = None
+        self._looks = 0
 
     def first(self) -> int | None:
         """Return its number; None without one, until an agent restarts its ranks."""
+        self._looks += 1
         known = self._known
-        if known and known.ended is None:
+        if known and self._looks % _LOOKS_AT_ONE_HOST:  # an agent can move a rank to another
             of_host = read_outcomes_of(self._folder, known.host)
             if any(o.rank == known.rank and o.ended is None for o in of_host):
                 return known.rank

@@ -248,6 +248,7 @@ class Exchange:
                 self._stopping.wait(self._beat)
             if store:
                 self._post(store, left=True)
+                store.close()
         except Exception as error:  # training continues without the watchdog
             self.failure = _reason(error)
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.processes.node_socket import NodeSocket, check_user
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _MAX_REQUEST = 1 << 20
+_CLOSE_SECONDS = 1.0
 
 
 class SharedStore:
@@ -40,7 +41,17 @@ class SharedStore:
         self._first: Connection | None = None
         self._pending: dict[str, str] = {}
         """Values that the other watchdogs have set, and rank 0 does not have yet."""
+        self._over, self._end = Pipe(duplex=False)
+        self._thread: threading.Thread | None = None
         self._join(seconds)
+
+    def close(self) -> None:
+        """Leave the others; the first watchdog sends the values that it has gathered."""
+        if self._first:
+            self._first.close()
+        self._end.close()
+        if self._thread:
+            self._thread.join(_CLOSE_SECONDS)
 
     def set(self, key: str, value: str) -> None:
         """Set a key, soon: the first watchdog gathers the others' values."""
@@ -82,11 +93,15 @@ class SharedStore:
             except BaseException:
                 listener.close()
                 raise
-            target = self._serve
-            threading.Thread(target=target, args=(listener,), name="store", daemon=True).start()
+            self._thread = threading.Thread(
+                target=self._serve, args=(listener,), name="store", daemon=True
+            )
+            self._thread.start()
             return
         with suppress(OSError, EOFError):
-            first = Connection(self._socket.connect(seconds).detach())
+            peer = self._socket.connect(seconds)
+            peer.settimeout(None)  # Connection expects a blocking socket
+            first = Connection(peer.detach())
             if first.poll(seconds) and first.recv_bytes():
                 self._first = first
                 return
@@ -94,17 +109,21 @@ class SharedStore:
         self._store = self._open()
 
     def _serve(self, listener: socket.socket) -> None:
-        """Answer the other watchdogs of the node, until this process ends."""
+        """Answer the other watchdogs of the node until `close`."""
         others: list[Connection] = []
-        due, error = 0.0, ""
-        while True:
+        due, error, is_over = 0.0, "", False
+        while not is_over:
             left = max(due - time.monotonic(), 0.0) if self._pending else None
-            for ready in wait([listener, *others], left):
+            for ready in wait([listener, self._over, *others], left):
+                if ready is self._over:
+                    is_over, due = True, 0.0
+                    continue
                 if isinstance(ready, Connection):
                     due = due if self._pending else time.monotonic() + self._beat / 2
                     if not self._answer(ready, error):
                         others.remove(ready)
                         ready.close()
+                        due = 0.0  # its last value is not kept waiting
                     continue
                 with suppress(OSError):
                     other, _ = listener.accept()
@@ -118,6 +137,9 @@ class SharedStore:
                 except RuntimeError as failed:  # rank 0 is gone; the next answers say why
                     error = str(failed)
                 self._pending.clear()
+        listener.close()
+        for each in (self._over, *others):
+            each.close()
 
     def _answer(self, other: Connection, error: str) -> bool:
         """Make a call for another watchdog; False if that has gone."""

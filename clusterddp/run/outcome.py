@@ -101,7 +101,7 @@ def newest(outcomes: Iterable[Outcome]) -> list[Outcome]:
     latest: dict[int, Outcome] = {}
     for each in outcomes:
         known = latest.setdefault(each.rank, each)
-        if each.written > known.written:
+        if (each.agent_restarts, each.written) > (known.agent_restarts, known.written):
             latest[each.rank] = each
     return [latest[rank] for rank in sorted(latest)]
 

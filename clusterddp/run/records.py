@@ -302,6 +302,8 @@ class Outcome:
     """Signal that asked it to save or end; None without one, or if it ignores them."""
     continued: float | None = None
     """Time at which it last continued after a stop, for example by `scontrol suspend`."""
+    agent_restarts: int = 0
+    """Restarts by its torchrun agent."""
     written: float = 0.0
     """Time at which a parent wrote it; a rank can have an older one elsewhere."""
     listened: bool | None = None

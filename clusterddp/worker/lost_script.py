@@ -41,16 +41,23 @@ def requeue_if_lost(attempt: Attempt, env: DistEnv) -> None:
             _requeue(attempt, job_id, script_host)
 
 
+_POLLS_OF_RECORDS = 10
+"""Polls between two reads of the ranks' records: a task of each node polls."""
+
+
 def _is_lost(attempt: Attempt, host: str) -> bool:
     """Wait for a heartbeat of the controller or its host; return whether none came in time."""
     try:
         before = last_renewal(attempt.controller)
     except OSError:  # a launcher that has no controller
         return False
-    for _ in polling.poll(LIVENESS_TIMEOUT, every=polling.RECORDS_POLL_SECONDS):
-        if any(each.rank == 0 and each.failed for each in read_outcomes_of(attempt.outcomes, host)):
-            return False
+    polls = polling.poll(LIVENESS_TIMEOUT, every=polling.RECORDS_POLL_SECONDS)
+    for number, is_last in enumerate(polls):
         if attempt.is_superseded or last_renewal(attempt.controller) != before:
+            return False
+        if number % _POLLS_OF_RECORDS and not is_last:
+            continue
+        if any(each.rank == 0 and each.failed for each in read_outcomes_of(attempt.outcomes, host)):
             return False
     return True
 

@@ -23,8 +23,8 @@ ANSWER_SECONDS = 10.0
 """Time for the leader to write, before a parent writes its record itself."""
 # Records that arrive within this time are written at once; longest delay of the first of them.
 _GATHER_SECONDS, _MAX_GATHER_SECONDS = 0.02, 0.2
-# Time for which a leader stays for the other ranks' ends: they usually end together.
-_STAY_SECONDS, _STAY_AFTER_FAILURE_SECONDS = 1.0, 0.3
+_STAY_SECONDS = 1.0
+"""Time for which a leader stays for the other ranks' ends: they usually end together."""
 _MAX_MESSAGE = 1 << 18
 _KEPT, _FAILED = b"+", b"-"
 
@@ -43,7 +43,7 @@ class NodeRecord:
         """Have a rank's record written; False if the caller must write it."""
         message = json.dumps(record).encode()
         for _ in range(2):  # the second one after the loss of the leader
-            with suppress(OSError):
+            with suppress(OSError, RuntimeError):  # RuntimeError: no thread can be started
                 self._peer = self._peer or self._join()
                 self._peer.sendall(message)
                 if answer := self._peer.recv(1):
@@ -52,11 +52,15 @@ class NodeRecord:
         return False
 
     def close(self, failed: bool) -> None:
-        """Leave the others; a leader stays for a moment, in which they usually end as well."""
+        """Leave the others; a leader stays for a moment, in which they usually end as well.
+
+        After a failure it does not: srun names first the host whose task ends first.
+        """
         self._leave()
         if leader := self._leader:
-            seconds = _STAY_AFTER_FAILURE_SECONDS if failed else _STAY_SECONDS
+            seconds = 0 if failed else _STAY_SECONDS
             polling.wait_until(lambda: leader.is_alone, seconds, every=polling.CHILD_POLL_SECONDS)
+            leader.writing.acquire(timeout=ANSWER_SECONDS)  # a write that has begun ends
 
     def _join(self) -> socket.socket:
         """Connect to the leader, or become it. Raises OSError."""
@@ -79,6 +83,7 @@ class _Leader:
         self._listener, self._path, self._write = listener, path, write
         self._records: dict[object, dict[str, object]] = {}
         self._waiting: list[socket.socket] = []
+        self.writing = threading.Lock()
         self._peers = selectors.DefaultSelector()
         self._peers.register(listener, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name="node-record", daemon=True).start()
@@ -112,16 +117,12 @@ class _Leader:
                     check_user(peer)
                     self._peers.register(peer, selectors.EVENT_READ)
                 return
-            message = ready.recv(_MAX_MESSAGE)
-        except OSError:
-            message = b""
-        if message:
-            with suppress(ValueError):
-                self._take(json.loads(message))
+            self._take(json.loads(ready.recv(_MAX_MESSAGE)))
             self._waiting.append(ready)
-        elif ready is not self._listener:
-            self._peers.unregister(ready)
-            ready.close()
+        except (OSError, ValueError):  # it has gone, or must write its record itself
+            if ready is not self._listener:
+                self._peers.unregister(ready)
+                ready.close()
 
     def _take(self, record: object) -> None:
         if isinstance(record, dict):
@@ -131,7 +132,8 @@ class _Leader:
         """Write all records, and answer the parents that wait for it."""
         answer = _KEPT
         try:
-            self._write(self._path, {RANKS: list(self._records.values())})
+            with self.writing:
+                self._write(self._path, {RANKS: list(self._records.values())})
         except OSError:
             answer = _FAILED
         for peer in self._waiting:

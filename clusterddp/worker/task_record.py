@@ -47,6 +47,7 @@ class TaskRecord:
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             "step_id": os.environ.get("SLURM_STEP_ID", ""),
+            "agent_restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
             "received_signal": None,  # set early: a signal can arrive while the fields are written
         }
         self._node = self._node_record()

@@ -253,9 +253,9 @@ def test_a_look_reads_one_record_of_each_node(
     opened = list[str]()
     read = spares._Record.read
 
-    def counted(path: Path) -> Any:
+    def counted(path: Path, before: Any) -> Any:
         opened.append(path.name)
-        return read(path)
+        return read(path, before)
 
     def look() -> list[str]:
         opened.clear()

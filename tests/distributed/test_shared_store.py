@@ -11,7 +11,7 @@ import pytest
 from clusterddp.distributed.shared_store import SharedStore
 from tests.waiting import PATIENCE, wait_for
 
-BEAT = 0.2
+BEAT, LONG_BEAT = 0.2, 10.0
 FIRST = """
 import sys
 from clusterddp.distributed.shared_store import SharedStore
@@ -78,16 +78,38 @@ def first(name: str) -> Iterator["subprocess.Popen[str]"]:
 def test_the_watchdogs_of_a_node_have_one_connection_and_post_together(
     rank_0: Rank0, name: str
 ) -> None:
-    stores = [SharedStore(name, rank_0.connect, PATIENCE, BEAT) for _ in range(8)]
-    for rank, store in enumerate(stores):
+    stores = [SharedStore(name, rank_0.connect, PATIENCE, LONG_BEAT) for _ in range(9)]
+    for rank, store in enumerate(stores[:8]):
         store.set(f"progress/{rank}", f"{rank}")
+    stores[8].close()  # whoever leaves does not have its values wait
     wait_for(lambda: len(rank_0.values) == 8, "all values")
     assert (rank_0.connections, rank_0.calls) == (1, 2)
     keys = [f"progress/{rank}" for rank in range(8)]
-    for store in stores:
+    for store in stores[:8]:
         assert store.check(keys) and not store.check([*keys, "other"])
         assert store.multi_get(keys) == [b"%d" % rank for rank in range(8)]
     assert rank_0.connections == 1
+
+
+def test_long_answers_arrive_whole(rank_0: Rank0, name: str) -> None:
+    first, second = (SharedStore(name, rank_0.connect, PATIENCE, LONG_BEAT) for _ in range(2))
+    keys = [f"progress/{rank}" for rank in range(1024)]
+    rank_0.multi_set(keys, ["x" * 200] * len(keys))
+    for _ in range(50):
+        assert second.multi_get(keys) == first.multi_get(keys) == [b"x" * 200] * len(keys)
+    assert rank_0.connections == 1
+
+
+def test_who_leaves_sends_what_it_has_gathered_and_the_next_one_connects_anew(
+    rank_0: Rank0, name: str
+) -> None:
+    first, second = (SharedStore(name, rank_0.connect, PATIENCE, LONG_BEAT) for _ in range(2))
+    second.set("progress/1", "left")
+    first.close()
+    assert rank_0.values == {"progress/1": b"left"}
+    assert second.check(["progress/1"])
+    again = SharedStore(name, rank_0.connect, PATIENCE, LONG_BEAT)
+    assert again.check(["progress/1"]) and rank_0.connections == 2
 
 
 def test_values_of_strangers_are_data(rank_0: Rank0, name: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.files import write_record
+from clusterddp.files import read_json, write_record
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.outcome import RANKS, node_path, rank_path, read_outcomes, read_outcomes_of
 from clusterddp.run.run_dir import RunDir
@@ -151,7 +151,7 @@ def test_the_newest_record_of_a_rank_counts_wherever_it_is(tmp_path: Path) -> No
 
 
 def _keep(path: Path, record: Mapping[str, object]) -> bool:
-    written = NodeRecord(path, lambda path, _: path.write_text("written"))
+    written = NodeRecord(path, write_record)
     try:
         return written.keep(record)
     finally:
@@ -165,4 +165,6 @@ def test_a_record_that_the_leader_cannot_write_is_not_kept(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("text", ["a\nb", "\0", "ü" * 4000, '"]}'])
 def test_what_a_record_says_is_data(text: str, tmp_path: Path) -> None:
-    assert _keep(tmp_path / "node.json", {"rank": 0, "error": {"message": text}})
+    record = {"rank": 0, "error": {"message": text}}
+    assert _keep(tmp_path / "node.json", record)
+    assert read_json(tmp_path / "node.json") == {RANKS: [record]}
