@@ -46,7 +46,9 @@ class Finder:
         self._members = _members(content)
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        """Return the spec of a module in the file; None for any other."""
+        """Return the spec of a module in the file; None for any other, also for the program."""
+        if name == "__main__":
+            return None
         path = name.replace(".", "/")
         for prefix in self._prefixes:
             for suffix in ("/__init__.pyc", ".pyc", "/__init__.py", ".py"):
@@ -94,6 +96,7 @@ class Finder:
 def _members(content: bytes) -> dict[str, tuple[int, int]]:
     """Return the start and the size of each member of a zip file as `submission.bundle` makes it.
 
+    A member with compression is left to zipimport.
     Python's `zipfile` could do it, but its import takes longer than all of this.
     """
     *_, count, _, at, _ = _END.unpack_from(content, len(content) - _END.size)
@@ -103,6 +106,7 @@ def _members(content: bytes) -> dict[str, tuple[int, int]]:
         size, name_size, start = entry[8], entry[10], entry[16]
         at += _ENTRY.size
         name = content[at : at + name_size].decode()
-        found[name] = (start + _LOCAL_BYTES + name_size, size)
+        if not entry[4]:
+            found[name] = (start + _LOCAL_BYTES + name_size, size)
         at += name_size
     return found

@@ -521,13 +521,13 @@ class Controller:
                 _child_setup(),
                 self._is_job_ending,
             )
-            if staged is None:
+            if staged is None or self._is_job_ending():
                 return True  # the script is not run, either
             failed = {host: why for host, why in staged.failed.items() if host in of_step}
             required = hosts_of("" if self._allocation else spec.resources.nodelist)
             for host in {*failed} & {*required}:
                 raise StagingError(f"{host}: {failed[host]}", code=stage.NO_COPY)
-        except StagingError as error:
+        except (OSError, StagingError) as error:
             stage.record_failure(attempt, error)
             return False
         self._staged = staged.variables

@@ -6,6 +6,7 @@ one file of the shared file system, in place of some ten thousand each.
 """
 
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from clusterddp.errors import coded
 from clusterddp.preflight.collector import started, step_words
 from clusterddp.processes.hardware import SHARED_TYPES, file_system_type, mounts
 from clusterddp.run.attempt import Attempt
-from clusterddp.slurm.forms import STAGED_BUNDLE_VARIABLE, STAGED_VARIABLE
+from clusterddp.slurm.forms import STAGED_BUNDLE_VARIABLE, STAGED_FROM_VARIABLE, STAGED_VARIABLE
 from clusterddp.staging import environment, node
 from clusterddp.staging.environment import ENV, Environment, StagingError
 
@@ -51,34 +52,41 @@ def stage(
 
     folder: the nodes' own directory, or AUTO. program: clusterddp's command on the nodes.
     prepare: runs in srun's process before srun. is_over: returns whether the job is ending.
-    Raises StagingError if no node can make the copy.
+    Raises StagingError if no node can make the copy, and OSError.
     """
-    found = environment.find(python)
+    if not nodes:
+        problem = "the job's nodes are unknown. Check SLURM_JOB_NODELIST"
+        raise StagingError(f"--stage-env {folder}: {problem}, or use --stage-env off. [CD0322]")
+    runs = attempt.run.path.resolve().parent
+    found = environment.find(python, str(runs))
     digest, needed = found.digest, node.needed_bytes(found.size, len(found.entries))
     place = choose(folder, digest, needed, os.environ)
     copy = node.copy_path(place, digest)
-    archive = attempt.run.path.resolve().parent / f".environments-{os.getuid()}" / f"{digest}.tar"
+    archive = runs / f".environments-{os.getuid()}" / f"{digest}.tar"
     if not _make_archive(found, archive, is_over):
         return None
     began = time.monotonic()
     bundle = attempt.run.bundle.resolve()
     argv = [*step_words(nodes), *program, "stage", str(archive), str(copy), str(needed)]
     argv += [str(bundle)] if bundle.is_file() else []
-    with started(argv, os.environ, attempt.staging_log, prepare) as has_ended:
+    with started(argv, os.environ, attempt.staging_log, prepare) as poll:
         polling.wait_until(
-            lambda: has_ended() or is_over(),
+            lambda: poll() is not None or is_over(),
             polling.STAGE_SECONDS,
             every=polling.CHILD_POLL_SECONDS,
             longest=polling.RECORDS_POLL_SECONDS,
         )
-        if not has_ended() and is_over():
-            return None
+        status = poll()
+    if is_over():  # nodes then fail because the job ends
+        return None
     results = {str(each.get("host")): each for each in files.read_json_lines(attempt.staging_log)}
     failed = {
         host: str(results[host].get("error", "")) if host in results else _silence(attempt)
         for host in nodes
         if host not in results or "error" in results[host]
     }
+    if failed.keys() - results:
+        _check_srun(status or 0)
     fresh = sum(bool(each.get("unpacked")) for each in results.values())
     log.info(
         f"stage: {formatting.count(len(nodes) - len(failed), 'node')} with a copy in {copy}; "
@@ -87,14 +95,20 @@ def stage(
     if len(failed) == len(nodes):
         host, reason = next(iter(failed.items()))
         raise StagingError(f"--stage-env {folder}: {host}: {reason}", code=NO_COPY)
-    variables = {STAGED_VARIABLE: str(copy / ENV)}
+    variables = {STAGED_VARIABLE: str(copy / ENV), STAGED_FROM_VARIABLE: python.rsplit("/", 2)[0]}
     if bundle.is_file():
         variables[STAGED_BUNDLE_VARIABLE] = str(node.bundle_path(copy.parent, bundle))
     return Staged(variables, failed)
 
 
-def record_failure(attempt: Attempt, error: StagingError) -> None:
+def record_failure(attempt: Attempt, error: StagingError | OSError) -> None:
     """Log why the tasks do not start, and keep it for the result of the attempt."""
+    if isinstance(error, OSError):
+        error = StagingError(
+            f"--stage-env: the nodes cannot be asked to copy the environment: {error}. Free space "
+            "in the runs directory, and check that srun is on the PATH.",
+            code=NO_COPY,
+        )
     log.info(coded(error))
     with suppress(OSError):  # it is in the log
         files.write_record(attempt.staging, {"error": str(error), "code": error.code})
@@ -148,8 +162,8 @@ def _make_archive(found: Environment, archive: Path, is_over: Callable[[], bool]
     """
     claim = archive.with_name(f".{archive.name}.claim")
     try:
-        archive.parent.mkdir(mode=0o700, exist_ok=True)
-        while not archive.exists():
+        node.make_private(archive.parent, "--runs-dir DIR [CD0321]")
+        while not _is_marked_used(archive):
             if is_over():
                 return False
             if not files.create(claim):
@@ -161,13 +175,21 @@ def _make_archive(found: Environment, archive: Path, is_over: Callable[[], bool]
                     return False
             finally:
                 claim.unlink(missing_ok=True)
-        archive.touch()
         return True
     except OSError as error:
         raise StagingError(
             f"--stage-env: cannot write {archive}: {error.strerror}. Choose a --runs-dir with "
             "free space. [CD0321]"
         ) from None
+
+
+def _is_marked_used(archive: Path) -> bool:
+    """Mark an archive as used now. Return False if there is none. Raises OSError."""
+    try:
+        os.utime(archive)  # creates no file, unlike touch
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _await_other(archive: Path, claim: Path, is_over: Callable[[], bool]) -> None:
@@ -178,7 +200,10 @@ def _await_other(archive: Path, claim: Path, is_over: Callable[[], bool]) -> Non
     for _ in polling.poll(every=polling.RECORDS_POLL_SECONDS):
         if archive.exists() or not claim.exists() or is_over():
             return
-        drafts = [(each.name, each.stat().st_size) for each in _drafts(archive)]
+        drafts = []
+        for each in _drafts(archive):
+            with suppress(OSError):  # it is the archive now
+                drafts.append((each.name, each.stat().st_size))
         if drafts != before:
             before, changed = drafts, time.monotonic()
         elif time.monotonic() - changed > polling.PACKING_SECONDS:
@@ -197,6 +222,16 @@ def _remove_unused(folder: Path) -> None:
         with suppress(OSError):  # another job removed it
             if time.time() - path.stat().st_mtime > limit:
                 path.unlink()
+
+
+def _check_srun(status: int) -> None:
+    """Raise StagingError for an srun that was killed: no evidence against silent nodes."""
+    if status < 0:
+        raise StagingError(
+            f"--stage-env: srun has died ({signal.strsignal(-status)}) before each node had a "
+            "copy. Submit again, or use --stage-env off.",
+            code=NO_COPY,
+        )
 
 
 def _silence(attempt: Attempt) -> str:

@@ -425,8 +425,8 @@ def _exit_codes(log: Path, size: int) -> dict[str, int]:
 @contextlib.contextmanager
 def started(
     argv: Sequence[str], environ: Mapping[str, str], log: Path, prepare: Callable[[], None]
-) -> Iterator[Callable[[], bool]]:
-    """Run the probes during the body; yield a function that tests their end. Raises OSError.
+) -> Iterator[Callable[[], int | None]]:
+    """Run the probes during the body; yield a function that polls srun. Raises OSError.
 
     log: file for the output of srun and the probes. prepare: called in srun's process before srun.
     """
@@ -440,7 +440,7 @@ def started(
             preexec_fn=prepare,  # noqa: PLW1509 -- the attempt has no threads yet
         )
     try:
-        yield lambda: srun.poll() is not None
+        yield srun.poll
     finally:
         try:
             srun.wait(_END_SECONDS)

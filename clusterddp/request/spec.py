@@ -7,6 +7,7 @@ formats; a field that is an option has its row of the table as metadata.
 import dataclasses
 import itertools
 import json
+import os
 import re
 import shlex
 import sys
@@ -62,6 +63,8 @@ _NODE_OPTIONS = (
 """Arguments of srun that select the nodes of a Slurm step."""
 _SCRIPTS_OWN = "run_dir own hold srun container"
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
+OWN_PYTHON = forms.unstaged(sys.executable, os.environ)
+"""Python that runs clusterddp; in a task that runs from a node's copy, the original."""
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -77,14 +80,14 @@ class JobSpec(Record):
     """Absolute path of the run's directory."""
     resources: Resources
     python: str = option(
-        sys.executable,
+        OWN_PYTHON,
         "Python of the tasks.",
         PATH,
         "FILE",
         shown="the Python that runs clusterddp, or the image's python3",
     )
     controller_python: str = option(
-        sys.executable,
+        OWN_PYTHON,
         "Python of the batch script, 3.10+.",
         PATH,
         "FILE",
@@ -665,6 +668,15 @@ class JobSpec(Record):
     def stages(self) -> bool:
         """True if the tasks run from a copy of their environment on each node."""
         return self.stage_env != STAGE_OFF
+
+    @property
+    def can_stage(self) -> bool:
+        """True if the batch controller can copy the tasks' environment."""
+        try:
+            self._check_staging()
+        except OptionError:
+            return False
+        return True
 
     @property
     def env_prefix(self) -> str:

@@ -50,9 +50,9 @@ def check(
             names = list(filter(None, batch_host))
             port = server.getsockname()[1]
             argv = collector.probe_command(nodes, program, names, port, gpus, ports)
-            with collector.started(argv, environ, attempt.preflight_log, prepare) as has_ended:
+            with collector.started(argv, environ, attempt.preflight_log, prepare) as poll:
                 codes = partial(collector.exit_codes, attempt.preflight_log)
-                ended = partial(_either, is_over, has_ended)
+                ended = partial(_either, is_over, lambda: poll() is not None)
                 collection = collector.collect(server, nodes, nonce, ended, codes)
     except OSError as error:
         collection = Collection(error=error.strerror or str(error))

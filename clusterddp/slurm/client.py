@@ -719,8 +719,9 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
     dropped = {*forms.RANK_VARIABLES, *forms.TASK_VARIABLES}
     if "SLURM_JOB_ID" in environ:
         dropped.update(_DEVICES.split())
+    active = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX")  # a staged task has its copy's
     return {
-        name: value
+        name: forms.unstaged(value, environ) if name in active else value
         for name, value in environ.items()
         if name in kept or not (name.startswith(prefixes) or name in dropped)
     }

@@ -15,7 +15,7 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -73,15 +73,30 @@ KILL_WAIT_VARIABLE = "CLUSTERDDP_KILL_WAIT"
 STAGED_VARIABLE = "CLUSTERDDP_STAGED"
 """Variable with the copy of the tasks' environment on each node, for a script's lines."""
 
+STAGED_FROM_VARIABLE = "CLUSTERDDP_STAGED_FROM"
+"""Variable with the original directory of that environment, for jobs that a task submits."""
+
 STAGED_BUNDLE_VARIABLE = "CLUSTERDDP_STAGED_BUNDLE"
 """Variable with the copy of the run's clusterddp on each node, for a script's lines."""
 
 TASK_VARIABLES = (
     *(NONCE_VARIABLE, ATTEMPT_VARIABLE, SPARES_VARIABLE, FULL_PREFLIGHT_VARIABLE),
     *(LOOP_VARIABLE, CODE_VARIABLE, CODE_OF_VARIABLE, ARM_VARIABLE, KILL_WAIT_VARIABLE),
-    *(STAGED_VARIABLE, STAGED_BUNDLE_VARIABLE),
+    *(STAGED_VARIABLE, STAGED_FROM_VARIABLE, STAGED_BUNDLE_VARIABLE),
 )
 """Variables of one attempt's tasks; jobs that a task submits must not inherit them."""
+
+
+def unstaged(paths: str, environ: Mapping[str, str]) -> str:
+    """Return paths, joined by colons, with the original in place of a node's copy."""
+    copy, original = environ.get(STAGED_VARIABLE), environ.get(STAGED_FROM_VARIABLE)
+    if not copy or not original:
+        return paths
+    return ":".join(
+        f"{original}{path.removeprefix(copy)}" if f"{path}/".startswith(f"{copy}/") else path
+        for path in paths.split(":")
+    )
+
 
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"

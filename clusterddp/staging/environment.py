@@ -14,6 +14,7 @@ import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +24,10 @@ from clusterddp.errors import ClusterDDPError
 ENV, BASE = "env", "base"
 """Directories of an archive: the environment, and the part that is copied of its base."""
 MANIFEST = "manifest.json"
-"""First member of an archive: the original directories, and the names of all files."""
+"""Last member of an archive: the original directories, and the names of all files."""
 _FORMAT = 1
 _NODES_OWN = ("/usr", "/bin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/sys")
-_BASE_PARTS = ("bin", "include", "lib")
+_BASE_PARTS = ("bin", "include", "lib", "lib64")
 _CACHES_OF_CONDA = ("pkgs", "envs")
 """Directories of a conda installation that its base environment does not use."""
 _PYTHON_SECONDS = 120.0
@@ -74,9 +75,14 @@ class Environment:
 
     @property
     def digest(self) -> str:
-        """Digest of names, sizes, times and links; the same as long as no file changes."""
+        """Digest of names, sizes, times and links, the same as long as no file changes.
+
+        Without bytecode, which each import can write.
+        """
         lines = [json.dumps([_FORMAT, self.roots])]
         for each in self.entries:
+            if "/__pycache__" in each.name:
+                continue
             status = each.status
             changed = (status.st_size, status.st_mtime_ns) if each.is_file else ()
             lines.append(json.dumps([each.name, status.st_mode, *changed, each.link]))
@@ -88,8 +94,11 @@ class Environment:
         return f"{' and '.join(self.roots.values())} ({count})"
 
 
-def find(python: str) -> Environment:
-    """List the environment of an interpreter, which is started. Raises StagingError."""
+def find(python: str, runs: str = "") -> Environment:
+    """List the environment of an interpreter, which is started. Raises StagingError.
+
+    runs: directory of runs, which is left out.
+    """
     typed_prefix, typed_base, path = _ask(python)
     prefix, base = map(os.path.realpath, (typed_prefix, typed_base))
     if _is_below(prefix, _NODES_OWN):
@@ -104,11 +113,15 @@ def find(python: str) -> Environment:
     bases = (base, typed_base)
     shares = any(_is_below(part, bases) and part.endswith("-packages") for part in path)
     try:
-        entries = [*_walk(roots, ENV, prefix, _CACHES_OF_CONDA)]
+        unused = (*(f"{prefix}/{name}" for name in _CACHES_OF_CONDA), runs)
+        entries = [*_walk(roots, ENV, prefix, unused)]
         for part in _BASE_PARTS if BASE in roots else ():
             skipped = () if shares else ("site-packages", "test")
-            if os.path.isdir(f"{base}/{part}"):  # noqa: PTH112 -- as below
-                entries += _walk(roots, f"{BASE}/{part}", f"{base}/{part}", (), skipped)
+            name, top = f"{BASE}/{part}", f"{base}/{part}"
+            if os.path.islink(top) and _is_below(os.path.realpath(top), (base,)):  # noqa: PTH114
+                entries.append(_link(roots, name, top))
+            elif os.path.isdir(top):  # noqa: PTH112 -- as below
+                entries += _walk(roots, name, top, (runs,), skipped)
     except OSError as error:
         raise _unreadable(error) from None
     typed = {ENV: typed_prefix, BASE: typed_base}
@@ -124,17 +137,23 @@ def pack(environment: Environment, archive: Path, is_over: Callable[[], bool]) -
     log.info(f"stage: packing {environment}")
     began = said = time.monotonic()
     done, total = 0, formatting.size(environment.size)
+    names: list[str] = []
     try:
-        with tarfile.open(draft, "w", format=tarfile.GNU_FORMAT) as file:
-            _add_manifest(file, environment)
-            for each in environment.entries:
-                if is_over():
-                    return False
-                _add(file, each)
-                done += each.status.st_size if each.is_file else 0
-                if time.monotonic() - said > _PROGRESS_SECONDS:
-                    said = time.monotonic()
-                    log.info(f"stage: packed {formatting.size(done)} of {total}")
+        with draft.open("wb") as output:
+            with tarfile.open(fileobj=output, mode="w", format=tarfile.GNU_FORMAT) as file:
+                for each in environment.entries:
+                    if is_over():
+                        return False
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        _add(file, each)
+                        names.append(each.name)
+                    done += each.status.st_size if each.is_file else 0
+                    if time.monotonic() - said > _PROGRESS_SECONDS:
+                        said = time.monotonic()
+                        log.info(f"stage: packed {formatting.size(done)} of {total}")
+                _add_manifest(file, environment, names)
+            output.flush()
+            os.fsync(output.fileno())
         draft.replace(archive)
     except OSError as error:
         raise _unreadable(error) from None
@@ -174,22 +193,25 @@ def _walk(
 ) -> Iterator[Entry]:
     """Yield the entries of a directory.
 
-    skipped: names at its top that are left out. below: names that are left out in directories
-    of `lib`, such as lib/python3.11. Raises OSError.
+    skipped: paths that are left out. below: names that are left out in directories of `lib`, such
+    as lib/python3.11. A file that vanishes is left out. Raises OSError.
     """
     yield Entry(name, top, os.stat(top))  # noqa: PTH116 -- Path would take half of the time
     with os.scandir(top) as items:
         for item in sorted(items, key=lambda each: each.name):
-            if item.name in skipped:
+            if item.path in skipped:
                 continue
-            inner = f"{name}/{item.name}"
-            if item.is_symlink():
-                yield _link(roots, inner, item.path)
-            elif item.is_dir():
-                within = below if name == f"{BASE}/lib" else ()
-                yield from _walk(roots, inner, item.path, within, below)
-            elif item.is_file():
-                yield Entry(inner, item.path, item.stat())
+            with suppress(FileNotFoundError):
+                inner = f"{name}/{item.name}"
+                if item.is_symlink():
+                    yield _link(roots, inner, item.path)
+                elif item.is_dir():
+                    within = skipped
+                    if name in (f"{BASE}/lib", f"{BASE}/lib64"):
+                        within += tuple(f"{item.path}/{each}" for each in below)
+                    yield from _walk(roots, inner, item.path, within, below)
+                elif item.is_file():
+                    yield Entry(inner, item.path, item.stat())
 
 
 def _link(roots: dict[str, str], name: str, path: str) -> Entry:
@@ -200,7 +222,8 @@ def _link(roots: dict[str, str], name: str, path: str) -> Entry:
     for place in (lexical, real):
         for part, root in roots.items():
             inside = f"{part}{place.removeprefix(root)}"
-            if _is_below(place, (root,)) and (part == ENV or inside.split("/")[1] in _BASE_PARTS):
+            is_copied = part == ENV or inside.partition("/")[2].split("/")[0] in _BASE_PARTS
+            if _is_below(place, (root,)) and is_copied:
                 within = os.path.relpath(inside, os.path.dirname(name))  # noqa: PTH120
                 return Entry(name, path, os.lstat(path), within)
     if os.path.isfile(real) and not _is_below(real, _NODES_OWN):  # noqa: PTH113
@@ -215,13 +238,12 @@ def _is_below(path: str, folders: tuple[str, ...]) -> bool:
 def _unreadable(error: OSError) -> StagingError:
     where = f"{error.filename}: " if error.filename else ""
     return StagingError(
-        f"--stage-env: the environment cannot be packed: {where}{error.strerror}. Free space in "
-        "the runs directory, and make sure that you can read each file. [CD0321]"
+        f"--stage-env: the environment cannot be packed: {where}{error.strerror or error}. Free "
+        "space in the runs directory, and make sure that you can read each file. [CD0321]"
     )
 
 
-def _add_manifest(file: tarfile.TarFile, environment: Environment) -> None:
-    names = [each.name for each in environment.entries]
+def _add_manifest(file: tarfile.TarFile, environment: Environment, names: list[str]) -> None:
     content = {
         "roots": environment.roots,
         "typed": environment.typed,

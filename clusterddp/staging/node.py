@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 import tarfile
 import time
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from clusterddp.staging.environment import ENV, MANIFEST, StagingError
 
 _UNUSED_SECONDS = 3600.0
 _BLOCK_BYTES = 4096
+_PYTHON_SECONDS = 120.0
 _MAX_SCRIPT_BYTES = 1 << 20
 _DRAFT = ".draft-"
 
@@ -78,7 +80,7 @@ def unpack(archive: Path, path: Path, needed: int, bundle: Path | None = None) -
             if bundle:
                 _copy_bundle(bundle, bundle_path(path.parent, bundle))
             if has_copy(path):
-                path.touch()  # it is in use from now on
+                os.utime(path)  # it is in use from now on
                 return False
             if forbids_programs(path.parent):
                 raise StagingError(
@@ -103,17 +105,25 @@ def unpack(archive: Path, path: Path, needed: int, bundle: Path | None = None) -
         ) from None
 
 
+def make_private(folder: Path, instead: str) -> None:
+    """Create a directory of the user's unless it exists.
+
+    instead: option for another one. Raises StagingError if others can write it, and OSError.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise StagingError(
+            f"{folder} is not a directory that only you can write, so its files cannot be trusted. "
+            f"Remove it, or choose another directory: {instead}"
+        )
+
+
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
     """Hold the lock of the user's directory, which is created if it is missing. Raises OSError."""
-    with contextlib.suppress(FileExistsError):
-        home.mkdir(mode=0o700)
-    status = home.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise StagingError(
-            f"{home} is not a directory that only you can write, so its files cannot be trusted. "
-            "Remove it, or choose another directory: --stage-env DIR [CD0322]"
-        )
+    make_private(home, "--stage-env DIR [CD0322]")
     with (home / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -122,7 +132,7 @@ def _locked(home: Path) -> Iterator[None]:
 def _copy_bundle(bundle: Path, path: Path) -> None:
     """Copy a run's clusterddp and its bytecode. Raises OSError."""
     if path.is_file() and path.stat().st_size == bundle.stat().st_size:
-        path.parent.touch()
+        os.utime(path.parent)
         return
     shutil.rmtree(path.parent, ignore_errors=True)
     draft = path.parent.with_name(f"{_DRAFT}{bundle.stem}")
@@ -134,9 +144,9 @@ def _copy_bundle(bundle: Path, path: Path) -> None:
 
 
 def _remove_others(path: Path) -> None:
-    """Remove drafts, an incomplete copy, and copies that are not in use."""
+    """Remove drafts, and copies that are not in use, also an incomplete one of this digest."""
     for other in path.parent.iterdir():
-        is_draft = other.name.startswith(_DRAFT) or other == path
+        is_draft = other.name.startswith(_DRAFT)
         if other.is_dir() and (is_draft or not _is_used(other)):
             shutil.rmtree(other, ignore_errors=True)
 
@@ -154,6 +164,7 @@ def _is_used(copy: Path) -> bool:
 
 
 def _unpack(archive: Path, path: Path) -> None:
+    """Unpack an archive to a copy, or add what is missing there. Raises OSError."""
     draft = path.with_name(f"{_DRAFT}{path.name}")
     try:
         draft.mkdir(mode=0o700)
@@ -165,10 +176,36 @@ def _unpack(archive: Path, path: Path) -> None:
         _adapt(draft, path, manifest)
         if not has_copy(draft):
             raise tarfile.ReadError(f"{archive} is incomplete")
-        draft.rename(path)
+        path.mkdir(mode=0o700, exist_ok=True)
+        for name in (*manifest["roots"], *manifest["names"]):
+            if not os.path.lexists(path / name):
+                (draft / name).rename(path / name)
+        _try_python(path)
+        (draft / MANIFEST).replace(path / MANIFEST)  # complete from now on
     finally:
-        if draft.exists():
-            shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
+        if not (path / MANIFEST).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _try_python(path: Path) -> None:
+    """Raise StagingError if the Python of a copy does not start or lacks its own libraries."""
+    argv = [str(path / ENV / "bin" / "python"), "-c", "import zlib"]
+    try:
+        subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PYTHON_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        words = str(getattr(error, "stderr", "") or error).strip().rpartition("\n")[2]
+        raise StagingError(
+            f"the copy of Python in {path} does not start: {words}. Use --stage-env off, or a "
+            "--python that can be moved, for example of conda or uv. [CD0322]"
+        ) from None
 
 
 def _adapt(draft: Path, path: Path, manifest: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,16 @@ from clusterddp.request.options import (
 )
 from clusterddp.request.program import NO_PREFLIGHT, BuiltIn, Command, Program, where_instead
 from clusterddp.request.resources import Resources
-from clusterddp.request.spec import ANY, CONDITIONS, DEFAULT_TEMPLATE, DIRECTIVES, REQUEST, JobSpec
+from clusterddp.request.spec import (
+    ANY,
+    CONDITIONS,
+    DEFAULT_TEMPLATE,
+    DIRECTIVES,
+    OWN_PYTHON,
+    REQUEST,
+    STAGE_OFF,
+    JobSpec,
+)
 from clusterddp.request.sweep import NO_SWEEP, Sweep
 from clusterddp.request.train_config import TRAINING, TrainConfig, recipe_settings
 from clusterddp.slurm import forms
@@ -123,7 +131,11 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
         "slurm_folder": slurm_folder(),
         "signal": "" if values.get("signal") == "none" else values.get("signal"),
     }
-    return JobSpec(**fields)
+    staging = fields.get("stage_env", STAGE_OFF)
+    if staging == STAGE_OFF or given.source("stage_env") == FLAG:
+        return JobSpec(**fields)
+    spec = JobSpec(**{**fields, "stage_env": STAGE_OFF})
+    return dataclasses.replace(spec, stage_env=staging) if spec.can_stage else spec
 
 
 def _fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +167,7 @@ def changed(given: Given, before: JobSpec) -> JobSpec:
     if image == "":  # also drops the other container options
         fields = {**_NO_CONTAINER, **fields}
     if image is not None and bool(image) != bool(before.container_image):
-        fields.setdefault("python", IMAGES_PYTHON if image else sys.executable)
+        fields.setdefault("python", IMAGES_PYTHON if image else OWN_PYTHON)
     fields["resources"] = changed_resources(asked, typed, tasks)
     fields |= _of_command(given, before, fields["resources"])
     if fields.get("signal") == "none":

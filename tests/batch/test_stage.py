@@ -1,12 +1,15 @@
 """The directory of the copies, and the one job that packs."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from clusterddp import polling
+from clusterddp import files, polling
 from clusterddp.batch import stage
 from clusterddp.staging import environment, node
 from clusterddp.staging.environment import Environment, StagingError
@@ -96,3 +99,72 @@ def test_the_claim_of_a_dead_job_is_removed(
 def test_a_job_that_is_ending_does_not_wait(tmp_path: Path) -> None:
     (tmp_path / ".d.tar.claim").touch()
     assert not stage._make_archive(_FOUND, tmp_path / "d.tar", lambda: True)
+
+
+def test_a_draft_that_is_renamed_while_it_is_looked_at_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = tmp_path / ".d.tar.claim"
+    claim.touch()
+    monkeypatch.setattr(stage, "_drafts", lambda _: [tmp_path / "gone"])
+    asked = iter([False])
+    stage._await_other(tmp_path / "d.tar", claim, lambda: next(asked, True))
+
+
+def test_an_archive_of_a_folder_that_others_can_write_is_not_trusted(tmp_path: Path) -> None:
+    (tmp_path / "d.tar").touch()
+    tmp_path.chmod(0o770)
+    with pytest.raises(StagingError, match=r"only you can write.*--runs-dir"):
+        stage._make_archive(_FOUND, tmp_path / "d.tar", lambda: False)
+
+
+class Job:
+    """An attempt on h01 and h02, of which h01 gets a copy, with a stand-in for srun."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = SimpleNamespace(path=folder, bundle=folder / "none")
+        log, record = folder / "staging.log", folder / "staging.json"
+        self.attempt: Any = SimpleNamespace(run=run, staging_log=log, staging=record)
+        self.status, self.is_over = 1, False
+        monkeypatch.setattr(environment, "find", lambda *_: _FOUND)
+        monkeypatch.setattr(stage, "_make_archive", lambda *_: True)
+        monkeypatch.setattr(stage, "choose", lambda *_: folder)
+        monkeypatch.setattr(stage, "started", self._started)
+
+    @contextmanager
+    def _started(self, *_: Any) -> Iterator[Any]:
+        self.attempt.staging_log.write_text('{"host": "h01", "unpacked": true}\nkilled\n')
+        yield lambda: self.status
+
+    def stage(self, *nodes: str) -> stage.Staged | None:
+        python, nothing = "/shared/env/bin/python", lambda: None
+        is_over = lambda: self.is_over  # noqa: E731
+        return stage.stage(self.attempt, python, "auto", nodes, ["own"], nothing, is_over)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    return Job(tmp_path, monkeypatch)
+
+
+def test_a_node_without_a_copy_has_failed_unless_the_job_is_ending(job: Job) -> None:
+    staged = job.stage("h01", "h02")
+    assert staged and [*staged.failed] == ["h02"]
+    assert staged.variables["CLUSTERDDP_STAGED_FROM"] == "/shared/env"
+    job.is_over = True
+    assert job.stage("h01", "h02") is None
+
+
+def test_an_srun_that_was_killed_says_nothing_about_the_nodes(job: Job) -> None:
+    job.status = -9
+    with pytest.raises(StagingError, match=r"srun has died \(Killed\)"):
+        job.stage("h01", "h02")
+    assert job.stage("h01")
+
+
+def test_unknown_nodes_and_a_missing_srun_are_named_in_the_result(job: Job) -> None:
+    with pytest.raises(StagingError, match="nodes are unknown"):
+        job.stage()
+    stage.record_failure(job.attempt, FileNotFoundError(2, "No such file or directory", "srun"))
+    record = files.read_json(job.attempt.staging)
+    assert record and record["code"] == "CD0322" and "'srun'" in str(record["error"])

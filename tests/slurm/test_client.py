@@ -109,6 +109,16 @@ def test_devices_of_a_surrounding_job_are_not_handed_on(name: str) -> None:
     assert submission_environment({name: "0", "SLURM_JOB_ID": "7", "A": "b"}) == {"A": "b"}
 
 
+def test_a_job_from_a_staged_task_has_the_original_environment() -> None:
+    environ = {
+        "CLUSTERDDP_STAGED": "/tmp/copy/env", "CLUSTERDDP_STAGED_FROM": "/shared/env",
+        "PATH": "/tmp/copy/env/bin:/tmp/copy/env2:/bin", "VIRTUAL_ENV": "/tmp/copy/env",
+    }  # fmt: skip
+    assert submission_environment(environ) == {
+        "PATH": "/shared/env/bin:/tmp/copy/env2:/bin", "VIRTUAL_ENV": "/shared/env",
+    }  # fmt: skip
+
+
 # -- sbatch ----------------------------------------------------------------------------------
 
 

@@ -122,6 +122,49 @@ def test_the_digest_changes_with_a_file_and_not_with_time(made: Made) -> None:
     assert changed != before == environment.find(made.python).digest
 
 
+def test_bytecode_and_the_runs_directory_do_not_change_it(made: Made) -> None:
+    runs = made.path / "jobs"
+    before = environment.find(made.python, str(runs)).digest
+    (made.packages / "__pycache__").mkdir()
+    (made.packages / "__pycache__/own.pyc").write_bytes(b"")
+    runs.mkdir()
+    (runs / "log").write_text("")
+    try:
+        assert environment.find(made.python, str(runs)).digest == before
+    finally:
+        shutil.rmtree(runs)
+        shutil.rmtree(made.packages / "__pycache__")
+
+
+def test_a_file_that_vanishes_while_it_is_packed_is_left_out(made: Made, tmp_path: Path) -> None:
+    fresh = made.packages / "fresh.py"
+    fresh.write_text("")
+    found = environment.find(made.python)
+    fresh.unlink()
+    assert environment.pack(found, tmp_path / "env.tar", lambda: False)
+    path = node.copy_path(tmp_path, found.digest)
+    assert node.unpack(tmp_path / "env.tar", path, 0) and node.has_copy(path)
+    assert not list(path.glob("env/lib/*/site-packages/fresh.py"))
+
+
+def test_links_to_the_base_and_its_lib64_are_kept(made: Made) -> None:
+    top, lib64 = made.packages / "top", made.base / "lib64"
+    top.symlink_to(made.base)
+    lib64.symlink_to("lib")
+    try:
+        links = {each.name: each.link for each in environment.find(made.python).entries}
+    finally:
+        top.unlink()
+        lib64.unlink()
+    [name] = [each for each in links if each.endswith("/site-packages/top")]
+    assert links[name] == str(made.base) and links["base/lib64"] == "lib"
+    lib64.mkdir()
+    (lib64 / "libown.so").write_bytes(b"")
+    names = [each.name for each in environment.find(made.python).entries]
+    shutil.rmtree(lib64)
+    assert "base/lib64/libown.so" in names
+
+
 def test_the_nodes_own_python_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StagingError, match=r"each node has as its own.*--stage-env off"):
         environment.find("/usr/bin/python3")
@@ -154,6 +197,29 @@ def test_a_copy_is_used_again_and_repaired_if_a_file_is_gone(copy: Path, tmp_pat
     tool.unlink()  # as cleaners of /tmp do
     assert node.unpack(archive, copy, 0)
     assert tool.exists()
+
+
+def test_a_copy_that_a_job_uses_is_repaired_in_its_place(copy: Path, tmp_path: Path) -> None:
+    [kept] = copy.glob("env/lib/python*/site-packages/cached.py")
+    before = kept.stat().st_ino
+    shutil.rmtree(copy / "env/bin")
+    assert node.unpack(tmp_path / "env.tar", copy, 0) and node.has_copy(copy)
+    assert kept.stat().st_ino == before
+
+
+def test_a_copy_whose_python_does_not_start_is_refused(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = node.copy_path(tmp_path, made.packed(tmp_path / "env.tar").digest)
+
+    def broken(draft: Path, *_: object) -> None:
+        program = (draft / "env/bin/python").resolve()
+        program.write_text("#!/bin/sh\necho no library >&2; exit 1\n")
+
+    monkeypatch.setattr(node, "_adapt", broken)
+    with pytest.raises(StagingError, match="does not start: no library"):
+        node.unpack(tmp_path / "env.tar", path, 0)
+    assert not path.exists()
 
 
 def test_a_full_disk_is_refused_with_both_sizes_and_leaves_nothing(

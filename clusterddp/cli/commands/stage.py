@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import sys
 from pathlib import Path
 
 import click
@@ -19,6 +21,9 @@ from clusterddp.staging.environment import StagingError
 @click.argument("bundle", type=click.Path(path_type=Path), required=False)
 def command(archive: Path, copy: Path, needed: int, bundle: Path | None) -> int:
     """Unpack ARCHIVE to COPY unless it is there, and print the result as JSON."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # meant for the tasks, which start later
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # leaves no draft
     result: dict[str, object] = {"host": host_name(os.environ)}
     try:
         result["unpacked"] = node.unpack(archive, copy, needed, bundle)

@@ -478,6 +478,27 @@ def test_a_mistake_in_site_cfg_is_named(elsewhere: Path, content: str, words: li
         assert word in message
 
 
+def test_a_sites_staging_applies_where_it_can_and_a_typed_one_is_refused(elsewhere: Path) -> None:
+    (elsewhere / "site.cfg").write_text("[defaults]\nstage-env = auto\n")
+    own = ("--python", "/shared/env/bin/python")
+    assert "CLUSTERDDP_STAGED" in dry_run(*own)
+    for other in (("--python", "/usr/bin/python3"), (*own, "--wrapper", "env")):
+        assert "CLUSTERDDP_STAGED" not in dry_run(*other)
+        assert "--stage-env" in refusal("--dry-run", *other, "--stage-env", "auto")
+    (elsewhere / "site.cfg").write_text("[defaults]\nstage-env = tmp\n")
+    assert "stage-env" in refusal("--dry-run", *own)
+
+
+def test_a_run_from_a_staged_task_has_the_original_python() -> None:
+    prefix = sys.executable.rsplit("/", 2)[0]
+    staged = {"CLUSTERDDP_STAGED": prefix, "CLUSTERDDP_STAGED_FROM": "/shared/env"}
+    script = subprocess.run(
+        [sys.executable, "-m", "clusterddp", "submit", "--dry-run", "--", "true"],
+        env={**os.environ, **staged}, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert f"/shared/env/bin/{Path(sys.executable).name}" in script and sys.executable not in script
+
+
 def test_help_shows_what_everybody_needs_and_help_all_groups_all_options() -> None:
     short, text = run("--help").output, run("--help-all").output
     shown = re.findall(r"^  (?:-\w, )?--(\S+)", short.partition("Precedence")[0], re.MULTILINE)
