@@ -166,6 +166,7 @@ def _is_used(copy: Path) -> bool:
 def _unpack(archive: Path, path: Path) -> None:
     """Unpack an archive to a copy, or add what is missing there. Raises OSError."""
     draft = path.with_name(f"{_DRAFT}{path.name}")
+    is_new = not path.exists()
     try:
         draft.mkdir(mode=0o700)
         with tarfile.open(archive) as file:
@@ -184,7 +185,7 @@ def _unpack(archive: Path, path: Path) -> None:
         (draft / MANIFEST).replace(path / MANIFEST)  # complete from now on
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-        if not (path / MANIFEST).exists():
+        if is_new and not (path / MANIFEST).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -203,6 +203,9 @@ def test_a_copy_that_a_job_uses_is_repaired_in_its_place(copy: Path, tmp_path: P
     [kept] = copy.glob("env/lib/python*/site-packages/cached.py")
     before = kept.stat().st_ino
     shutil.rmtree(copy / "env/bin")
+    (copy / "manifest.json").unlink()
+    with pytest.raises(StagingError):
+        node.unpack(tmp_path / "none.tar", copy, 0)
     assert node.unpack(tmp_path / "env.tar", copy, 0) and node.has_copy(copy)
     assert kept.stat().st_ino == before
 
