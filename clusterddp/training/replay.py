@@ -234,7 +234,7 @@ def pack(states: RandomStates | None) -> Packed:
         number = _nearest(part, known)
         difference = part if number == _NONE else part ^ known[number]
         bits.append(number)
-        bits.extend(difference.numpy().tobytes())
+        bits.extend(_raw(difference))
         known.append(part)
         return len(part)
 
@@ -266,8 +266,8 @@ def unpack(joined: Mapping[str, Any], rank: int) -> RandomStates | None:
         return cast(RandomStates | None, joined[rank])
     try:
         begin, size = sum(joined["sizes"][:rank]), joined["sizes"][rank]
-        bits = _bytes(zlib.decompress(joined["bits"][begin : begin + size].numpy().tobytes()))
-        known, place = _seeded(int.from_bytes(bits[:8].numpy().tobytes(), "little")), 8
+        bits = _bytes(zlib.decompress(_raw(joined["bits"][begin : begin + size])))
+        known, place = _seeded(int.from_bytes(_raw(bits[:8]), "little")), 8
 
         def give(size: int) -> Tensor:
             nonlocal place
@@ -277,9 +277,7 @@ def unpack(joined: Mapping[str, Any], rank: int) -> RandomStates | None:
             return known[-1]
 
         states = joined["states"][joined["numbers"][rank]]
-        return _with_parts(
-            states, give, lambda size: array("I", give(size).numpy().tobytes()).tolist()
-        )
+        return _with_parts(states, give, lambda size: array("I", _raw(give(size))).tolist())
     except (LookupError, ValueError, TypeError, RuntimeError, AttributeError, zlib.error) as error:
         raise CheckpointError(
             f"the random states of the checkpoint cannot be read: {error}. "
@@ -368,6 +366,11 @@ def _with_parts(
 def _bytes(data: bytes) -> Tensor:
     # torch refuses an empty buffer.
     return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+
+
+def _raw(part: Tensor) -> bytes:
+    """Return a tensor's bytes, also without numpy."""
+    return bytes(part.tolist())
 
 
 def samplers_of(loader: object) -> list[Any]:
