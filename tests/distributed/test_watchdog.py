@@ -549,7 +549,7 @@ from clusterddp.distributed.heartbeat import connect
 from clusterddp.distributed.watchdog import Watchdog
 env = DistEnv.from_environ({{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                             "MASTER_PORT": "{agent.port}"}})
-dog = Watchdog(partial(connect, env, {{}}, {PATIENCE}), env, Progress(), silent_seconds=0.2,
+dog = Watchdog(partial(connect, env, {{}}, {PATIENCE}, 0.1), env, Progress(), silent_seconds=0.2,
                beat_seconds=0.1, host="h01")
 with dog:
     while not dog._exchange.rounds:
