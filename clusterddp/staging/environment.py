@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Environment:
-    """What is copied of an environment."""
+    """Content of a copied environment."""
 
     roots: dict[str, str]
     """Original directory of ENV and, if it is copied, of BASE."""

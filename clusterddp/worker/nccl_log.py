@@ -1,4 +1,4 @@
-"""What NCCL logs at its start on each node: its version, its network and its transports.
+"""Log of NCCL's start on each node: its version, its network and its transports.
 
 NCCL writes the lines of the node's first task to a file in memory, without an option of the run.
 The task's small parent keeps the important ones in the attempt, a few kilobytes, and warns if NCCL
