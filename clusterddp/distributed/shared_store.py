@@ -49,9 +49,12 @@ class SharedStore:
         """Leave the others; the first watchdog sends the values that it has gathered."""
         if self._first:
             self._first.close()
-        self._end.close()
         if self._thread:
+            # Not by closing the pipe: forked workers may hold it, too.
+            with suppress(OSError):
+                self._end.send_bytes(b"close")
             self._thread.join(_CLOSE_SECONDS)
+        self._end.close()
 
     def set(self, key: str, value: str) -> None:
         """Set a key, soon: the first watchdog gathers the others' values."""

@@ -11,7 +11,8 @@ import pytest
 from clusterddp.distributed.shared_store import SharedStore
 from tests.waiting import PATIENCE, wait_for
 
-BEAT, LONG_BEAT = 0.2, 10.0
+BEAT, LONG_BEAT = 0.2, 4.0
+"""The short one is for a first process that does not answer; a busy one needs the other."""
 FIRST = """
 import sys
 from clusterddp.distributed.shared_store import SharedStore
@@ -112,15 +113,29 @@ def test_who_leaves_sends_what_it_has_gathered_and_the_next_one_connects_anew(
     assert again.check(["progress/1"]) and rank_0.connections == 2
 
 
+def test_a_forked_worker_does_not_keep_it_open(rank_0: Rank0, name: str) -> None:
+    store = SharedStore(name, rank_0.connect, PATIENCE, LONG_BEAT)
+    reader, writer = os.pipe()
+    if not (worker := os.fork()):  # as one of a DataLoader
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    os.close(reader)
+    store.close()
+    assert store._thread and not store._thread.is_alive()
+    os.close(writer)
+    os.waitpid(worker, 0)
+
+
 def test_values_of_strangers_are_data(rank_0: Rank0, name: str) -> None:
-    first, second = (SharedStore(name, rank_0.connect, PATIENCE, BEAT) for _ in range(2))
+    first, second = (SharedStore(name, rank_0.connect, PATIENCE, LONG_BEAT) for _ in range(2))
     rank_0.values["suspect"] = b'\xff"]\n'
     assert first.multi_get(["suspect"]) == [b'\xff"]\n']
     assert second.multi_get(["suspect"]) == ['\ufffd"]\n'.encode()]
 
 
 def test_when_rank_0_is_gone_all_learn_why(rank_0: Rank0, name: str) -> None:
-    _, second = (SharedStore(name, rank_0.connect, PATIENCE, BEAT) for _ in range(2))
+    _, second = (SharedStore(name, rank_0.connect, PATIENCE, LONG_BEAT) for _ in range(2))
     rank_0.gone = True
     with pytest.raises(RuntimeError, match="reset by peer"):
         second.check(["a"])
@@ -133,7 +148,7 @@ def test_when_rank_0_is_gone_all_learn_why(rank_0: Rank0, name: str) -> None:
 def test_a_process_whose_first_one_is_killed_takes_its_place(
     rank_0: Rank0, name: str, first: "subprocess.Popen[str]"
 ) -> None:
-    stores = [SharedStore(name, rank_0.connect, PATIENCE, BEAT) for _ in range(3)]
+    stores = [SharedStore(name, rank_0.connect, PATIENCE, LONG_BEAT) for _ in range(3)]
     assert rank_0.connections == 0
     first.kill()
     first.wait(PATIENCE)
@@ -148,6 +163,7 @@ def test_a_process_whose_first_one_is_stopped_connects_alone(
 ) -> None:
     store = SharedStore(name, rank_0.connect, PATIENCE, BEAT)
     first.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, first.pid, os.WSTOPPED)  # all its threads
     store.set("progress/1", "1")
     assert (rank_0.connections, rank_0.values) == (1, {"progress/1": b"1"})
     late = SharedStore(name, rank_0.connect, BEAT, BEAT)

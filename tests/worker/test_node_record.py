@@ -112,6 +112,7 @@ def test_a_rank_whose_leader_does_not_answer_has_a_file_of_its_own(node: Node) -
     node.start(ANSWER_SECONDS="0.2")
     node.wait_recorded()
     node.parents[0].send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, node.parents[0].pid, os.WSTOPPED)  # all its threads
     node.end(1, 5)
     node.parents[1].wait(PATIENCE)
     assert node.codes == [None, 5]
