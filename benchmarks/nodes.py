@@ -1,9 +1,9 @@
 """Costs of a start and an end by the number of ranks, eight a node: `python -m benchmarks.nodes`.
 
 Up to 512 ranks are processes that do what a task and its parent do, without a training: open the
-store, agree, record the start, send heartbeats, record the end. 4,096 are threads of 16 processes
-that run the same code. torch is imported once, before the processes are forked. One directory
-stands for the shared one.
+store, agree, record the start, send heartbeats, record the end. Of 4,096, rank 0 is a process and
+the others are threads of 16 processes that run the same code. torch is imported once, before the
+processes are forked. One directory stands for the shared one.
 """
 
 import argparse
@@ -141,8 +141,12 @@ def _await(semaphore: Any, count: int) -> None:
 
 
 def _split(size: int) -> list[range]:
-    step = 1 if size <= LARGEST_REAL else size // _SIMULATING
-    return [range(start, start + step) for start in range(0, size, step)]
+    """Return the ranks of each process; rank 0 always has its own."""
+    if size <= LARGEST_REAL:
+        return [range(rank, rank + 1) for rank in range(size)]
+    step = size // _SIMULATING
+    others = [range(max(start, 1), start + step) for start in range(0, size, step)]
+    return [range(1), *others]
 
 
 def _be_ranks(ranks: range, size: int, port: int, attempt: "Attempt", signals: Signals) -> None:
@@ -174,7 +178,8 @@ def _be_rank(rank: int, size: int, port: int, attempt: "Attempt", signals: Signa
     bound = tcp_store.bind(env, {})
     signals.here.release()
     signals.go.wait()
-    store = rendezvous.open_store(env, {}, _PATIENCE_SECONDS, bound=bound)
+    # As where no name server answers: torch would look up each of its many addresses.
+    store = rendezvous.open_store(env, {}, _PATIENCE_SECONDS, bound=bound, answered=lambda: False)
     hello = {"rank": rank, "world_size": size, "host": host, "pid": os.getpid()}
     rendezvous.agree(store, env, hello, lambda all_: {"ranks": len(all_)}, _PATIENCE_SECONDS)
     signals.met.release()
