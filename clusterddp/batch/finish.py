@@ -133,7 +133,7 @@ def _conclude(job: JobStart, attempt: Attempt, result: AttemptResult, history: H
 
 def _print_log_end(attempt: Attempt, failure: Failure) -> None:
     """Print the end of the failing rank's log."""
-    lines = read_attempt_log(attempt.run.path / failure.log, attempt.number).splitlines()
+    lines = read_attempt_log(attempt.run.rank_log(failure.rank), attempt.number).splitlines()
     if lines:
         print_to_job_log(f"--- last lines of {failure.log}:")
         print_to_job_log("\n".join(lines[-_LAST_LINES:]))

@@ -37,6 +37,7 @@ from clusterddp.run.outcome import (
     hang_that_ended_job,
     read_outcomes,
 )
+from clusterddp.run.rank_log import RankLog
 from clusterddp.run.records import FinalRecord, Outcome, Report
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import srun_lines
@@ -159,7 +160,7 @@ def _hardware(evidence: "Evidence", ended: Ended) -> str:
     if ended.cause != Cause.FAILED or failure is None or not failure.host:
         return ""
     outcome = next((each for each in evidence.outcomes if each.rank == failure.rank), None)
-    log = read_attempt_log(evidence.run.path / failure.log, evidence.attempt.number)
+    log = read_attempt_log(evidence.run.rank_log(failure.rank), evidence.attempt.number)
     return named_hardware(outcome.error if outcome else None, failure.exit_code, log)
 
 
@@ -213,6 +214,9 @@ class Evidence:
             self.failure = next((failure_of(each) for each in self.outcomes if each.hung), None)
         else:
             self.failure = first_failure(self.outcomes, self.job_log)
+        if self.failure:
+            log = RankLog(self.run.rank_log(self.failure.rank)).path
+            self.failure = replace(self.failure, log=f"logs/{log.name}")
         if self.srun_code == 0 and not any_failed:
             self.failure = None  # srun's lines may belong to another step, started by the setup
         self.code = _job_code(self.srun_code, self.failure)
@@ -608,7 +612,7 @@ def _is_late_step_end(evidence: Evidence, failure: Failure) -> bool:
     before = [cause for earlier, cause in causes.items() if earlier < number]
     if failure.exit_code != 128 + signal.SIGKILL or not before or before[-1]:
         return False
-    return srun_lines.was_ended(read_attempt_log(evidence.run.path / failure.log, number))
+    return srun_lines.was_ended(read_attempt_log(evidence.run.rank_log(failure.rank), number))
 
 
 def _remarks(evidence: Evidence, ended: Ended) -> Iterator[tuple[str, str]]:

@@ -148,6 +148,7 @@ def follow(
     followed = paths or [run.rank_log(0)]
     try:
         from clusterddp.run.attempt import read_attempt_log
+        from clusterddp.run.rank_log import RankLog
         from clusterddp.status.follow import LogPrinter, log_end, wait_for_end
 
         status = wait_for_end(run, LogPrinter(followed, lines, stream, attempt=attempt))
@@ -162,12 +163,14 @@ def follow(
     if status.state == RunState.FAILED:
         # The cause is printed below; the job log would repeat it, a rank's log does not.
         rank = None if status.failed_rank is None else run.rank_log(status.failed_rank)
-        failed = rank if rank and rank.is_file() else run.job_log
+        failed = rank if rank and RankLog(rank).find() else run.job_log
         if failed not in followed:
             latest = sys.maxsize if status.attempt is None else status.attempt
             last = read_attempt_log(failed, latest).rstrip().splitlines()[-_LAST_LINES:]
             if last:
-                click.echo("\n".join([f"--- last lines of {failed}:", *last]), err=True)
+                click.echo(
+                    "\n".join([f"--- last lines of {RankLog(failed).path}:", *last]), err=True
+                )
     return log_end(run, status)
 
 

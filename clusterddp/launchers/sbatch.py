@@ -25,7 +25,7 @@ from clusterddp.launchers import SentJob
 from clusterddp.request import sweep
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.resources import Resources
-from clusterddp.request.spec import REQUEST, JobSpec, submission_comment
+from clusterddp.request.spec import NODE, REQUEST, JobSpec, submission_comment
 from clusterddp.slurm import forms
 from clusterddp.version import __version__
 
@@ -245,7 +245,10 @@ def srun_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
     resources = spec.resources
     tasks_per_node = 1 if agents else resources.tasks_per_node
     cpus = agent_cpus(spec) if agents else resources.cpus_per_task
-    log = "node" if agents else "rank"
+    log, labels = "node-%t" if agents else "rank-%t", "--unbuffered"
+    if spec.log_per == NODE and not agents:
+        # Unbuffered, srun would label and end a line of which a rank has printed only a part.
+        log, labels = "node-%n", "--label"
     if not spec.pyxis:
         srun = ["srun"]
     elif spec.container_runtime == "auto":
@@ -259,9 +262,9 @@ def srun_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
         f"--ntasks={resources.nodes * tasks_per_node}",
         f"--ntasks-per-node={tasks_per_node}",
         *([f"--cpus-per-task={cpus}"] if cpus else []),
-        *("--export=ALL", "--kill-on-bad-exit=1", "--unbuffered", "--open-mode=append"),
+        *("--export=ALL", "--kill-on-bad-exit=1", labels, "--open-mode=append"),
         *map(shell_word, spec.srun_args),
-        f'--output="$run_dir/logs/{log}-%t.log"',
+        f'--output="$run_dir/logs/{log}.log"',
     ]
 
 
@@ -558,6 +561,11 @@ def _check(spec: JobSpec, script: str) -> None:
         raise RequestError(
             f"--stage-env: template {spec.template} does not start the tasks from the copy. Use "
             "its value `task`, or --stage-env off. [CD0303]"
+        )
+    if spec.log_per == NODE and "--label" not in script:
+        raise RequestError(
+            f"--log-per node: template {spec.template} does not let srun label the lines of the "
+            "ranks. Use its value `srun`, or --log-per rank. [CD0303]"
         )
     if spec.sweep and not sweep.is_array(script):
         raise RequestError(

@@ -44,6 +44,7 @@ _REQUEST_COLUMNS = 280
 MAX_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 STAGE_OFF = "off"
+NODE = "node"
 LAUNCHERS = ("sbatch", "submitit", "local")
 OK, ANY, FAILED = CONDITIONS = ("ok", "any", "failed")
 """Conditions on the end of an awaited run: done, any, or failed."""
@@ -170,6 +171,11 @@ class JobSpec(Record):
             "off, auto or an absolute path of plain characters, for example /local/scratch",
         ),
         "off|auto|DIR",
+    )
+    log_per: str = option(
+        "rank",
+        "Output files: one per rank, or one per node with each line labelled by its rank.",
+        Choice(("rank", NODE)),
     )
     wrapper: tuple[str, ...] = option(
         (), "Command prefix: 'apptainer exec --nv IMG'.", WORDS, "ARGS", type=str
@@ -331,6 +337,13 @@ class JobSpec(Record):
             self._check_spares()
         self._check_environment()
         self._check_container()
+        if self.log_per == NODE and self.launcher != "sbatch":
+            raise OptionError(
+                "--log-per node",
+                f" conflicts with --launcher {self.launcher}: srun labels the lines. Remove one "
+                "of them.",
+                code="CD0305",
+            )
         if self.stages:
             self._check_staging()
         gpus, tasks = self.resources.gpus_per_node, self.resources.tasks_per_node

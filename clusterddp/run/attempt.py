@@ -31,6 +31,7 @@ from clusterddp.formatting import setting
 from clusterddp.processes.table import process_alive
 from clusterddp.ranks.variables import OWN_PIDS_VARIABLE
 from clusterddp.run import events
+from clusterddp.run.rank_log import RankLog
 from clusterddp.run.records import (
     ATTEMPT_FORMAT,
     AttemptRecord,
@@ -487,7 +488,7 @@ def write_restart_divider(number: int, job_id: str, restarts: int) -> None:
 
 def read_attempt_log(log: Path, number: int) -> str:
     """Read one attempt's part of a log, at most its last megabyte; empty without a log."""
-    text = files.read_tail(log, _TAIL_BYTES).decode(errors="replace")
+    text = RankLog(log).read_tail(_TAIL_BYTES).decode(errors="replace")
     begin, end = 0, len(text)
     for divider in _DIVIDER.finditer(text):
         if int(divider[1]) > number:

@@ -13,7 +13,8 @@ A run is one directory in the runs directory. Its content:
     workdir              link to the directory of the copy in which the tasks start, if that is not
                          its top: a git work tree is copied from its top
     logs/job.log         output of the batch script and Slurm
-    logs/rank-R.log      output of rank R (logs/node-N.log: of a torchrun agent)
+    logs/rank-R.log      output of rank R
+    logs/node-N.log      output of a torchrun agent, or of a node's ranks with --log-per node
     attempts/0001/       one attempt, which alone writes there (see `attempt`):
         attempt.json     job, ranks and the checkpoint that the attempt started from
         preflight.json   node checks before the tasks

@@ -15,6 +15,7 @@ from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, RequestError
 from clusterddp.run import events
 from clusterddp.run.attempt import attempt_offset
 from clusterddp.run.history import History
+from clusterddp.run.rank_log import RankLog
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
@@ -37,16 +38,19 @@ class LogTail:
 
         attempt: never start before this attempt's part of the log.
         """
-        self.path = path
-        self._position = attempt_offset(path, attempt) if attempt else 0
-        if lines is not None:
-            self._position = max(self._position, _start_of_last(path, lines))
-        self._unfinished = b""
+        self.path, self._log, self._lines = path, RankLog(path), lines
+        source = self._log.path
+        self._position = attempt_offset(source, attempt) if attempt else 0
+        if lines is not None and not self._log.is_shared:
+            self._position = max(self._position, _start_of_last(source, lines))
+        self._unfinished = self._part = b""
 
     def read(self) -> bytes:
         """Return the bytes that were added since the last call."""
+        if not self._log.find():
+            return b""
         try:
-            with self.path.open("rb") as file:
+            with self._log.path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self._position:
                     self._position = 0  # it was truncated
                 file.seek(self._position)
@@ -54,7 +58,15 @@ class LogTail:
         except FileNotFoundError:
             return b""
         self._position += len(content)
-        return content
+        return self._own(content) if self._log.is_shared else content
+
+    def _own(self, content: bytes) -> bytes:
+        """Return this rank's lines of a node's log; the first time, only the last ones asked."""
+        *lines, self._part = (self._part + content).split(b"\n")
+        own = self._log.own(lines)
+        if self._lines is not None:
+            own, self._lines = own[max(len(own) - self._lines, 0) :], None
+        return b"".join(line + b"\n" for line in own)
 
     def read_lines(self, *, last: bool) -> list[bytes]:
         """Return the new lines; with `last` also an incomplete one."""
@@ -140,7 +152,7 @@ def log_end(run: RunDir, status: RunStatus) -> int:
 
 def default_log(run: RunDir, status: RunStatus) -> Path:
     """Return the most informative log: the job's after a failure, otherwise rank 0's."""
-    ended_before_its_ranks = status.has_ended and not run.rank_log(0).is_file()
+    ended_before_its_ranks = status.has_ended and not RankLog(run.rank_log(0)).find()
     if (status.state == RunState.FAILED or ended_before_its_ranks) and run.job_log.is_file():
         return run.job_log
     return run.rank_log(0)
@@ -156,7 +168,7 @@ def _script_output(run: RunDir) -> Path | None:
 
 def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:
     """Raise RequestError for a missing log, with the reason."""
-    missing = next((path for path in paths if not path.is_file()), None)
+    missing = next((path for path in paths if not RankLog(path).find()), None)
     if missing is None:
         return
     there = sorted(path.name for path in run.logs.glob("*.log"))

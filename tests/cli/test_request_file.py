@@ -64,7 +64,7 @@ TRAINING = [
     "--eval-every", "9epochs", "--log-every", "7",
     "--profile", "0", "--tensorboard", "--rendezvous-timeout", "77s",
     "--process-group-timeout", "99s",
-    "--straggler-window", "3s", "--snapshot-every", "4s", "--model", "mlp",
+    "--straggler-window", "3s", "--snapshot-every", "4s", "--model", "mlp", "--log-per", "node",
 ]  # fmt: skip
 AROUND = [
     "--python", "/opt/env/bin/python3", "--controller-python", "python3", "--force",

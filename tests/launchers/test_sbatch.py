@@ -298,6 +298,18 @@ def test_a_template_that_ignores_the_copy_of_the_environment_is_refused(tmp_path
         sbatch.render(asked, tmp_path)
 
 
+def test_srun_labels_the_lines_of_a_nodes_log(tmp_path: Path) -> None:
+    script = sbatch.render(spec(log_per="node"), tmp_path)
+    assert "--label --open-mode=append" in " ".join(script.split()).replace("\\ ", "")
+    assert '--output="$run_dir/logs/node-%n.log"' in script
+    assert "--unbuffered" not in script
+    with pytest.raises(RequestError, match="does not let srun label"):
+        sbatch.render(spec(log_per="node", template="torchrun.sbatch.j2"), tmp_path)
+    for launcher in ("local", "submitit"):
+        with pytest.raises(RequestError, match=f"conflicts with --launcher {launcher}"):
+            spec(log_per="node", launcher=launcher)
+
+
 @pytest.mark.parametrize(
     ("most", "fields"),
     [

@@ -72,3 +72,22 @@ def test_a_start_within_the_job_is_a_part_of_its_own(
     assert line.startswith("--- attempt 2, job 13, start 2 in it, 20")
     add(run, 0, f"before\n{line}after\n")
     assert read_attempt_log(run.rank_log(0), 2) == "after\n"
+
+
+def of_node(run: RunDir, node: int, text: str) -> None:
+    with (run.logs / f"node-{node}.log").open("a") as file:
+        file.write(text)
+
+
+def test_a_rank_has_its_lines_of_its_nodes_log(run: RunDir) -> None:
+    """As srun(1) writes it with --label: numbers are padded to the width of the last rank's."""
+    of_node(run, 0, " 1: its\n 0: not 1: its\n10: not\n 1: \n")
+    of_node(run, 1, "11: of the other node\n")
+    write_attempt_dividers(Attempt(run, 2), "13")
+    of_node(run, 0, " 1: second\n")
+    assert read_attempt_log(run.rank_log(1), 1) == "its\n\n"
+    assert read_attempt_log(run.rank_log(1), 2) == "second\n"
+    assert read_attempt_log(run.rank_log(11), 1) == "of the other node\n"
+    assert read_attempt_log(run.rank_log(2), 2) == ""
+    add(run, 1, "1: of its own log\n")
+    assert read_attempt_log(run.rank_log(1), 1) == "1: of its own log\n"

@@ -11,6 +11,7 @@ from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, follow
 from clusterddp.errors import RequestError
 from clusterddp.run.attempt import latest
+from clusterddp.run.rank_log import RankLog
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.find import find_run, select
 from clusterddp.status.follow import LogPrinter, check_logs, default_log
@@ -51,8 +52,9 @@ def command(
 
     Without --rank and --job: the job log of a failed run, which names the rank that failed first,
     and otherwise rank 0's log. Several logs are shown with the file's name before each line. The
-    files are logs/job.log, logs/rank-R.log, and logs/node-N.log for each torchrun agent. For a
-    sweep or a pattern ('lr-*') the log of each run is shown, with the run's name.
+    files are logs/job.log, logs/rank-R.log, and logs/node-N.log for each torchrun agent or, with
+    --log-per node, each node. For a sweep or a pattern ('lr-*') the log of each run is shown, with
+    the run's name.
 
     Exit codes: 0 shown, or with -f the run is done; 1 with -f: it failed or was cancelled; 2 there
     is no such run or log; 75 with -f: it was stopped and can resume; 130 interrupted.
@@ -76,7 +78,7 @@ def command(
         if status.state == RunState.CREATED:
             log.info(f"{run_dir.name} waits: {status.detail}. Next: {status.next_command}")
         failed = run_dir.rank_log(status.failed_rank or 0)
-        chosen = paths or [failed if failed.is_file() else default_log(run_dir, status)]
+        chosen = paths or [failed if RankLog(failed).find() else default_log(run_dir, status)]
         made = latest(run_dir)
         is_queued = status.state in (RunState.CREATED, RunState.QUEUED)
         is_waiting = is_queued and made and made.end.exists()
@@ -99,7 +101,7 @@ def _print_several(
         paths = [run.job_log] if job else []
         paths += [run.rank_log(rank) for rank in dict.fromkeys(ranks)]
         paths = paths or [default_log(run, status)]
-        labelled |= {path: f"{run.name}/{path.stem}" for path in paths if path.is_file()}
+        labelled |= {path: f"{run.name}/{path.stem}" for path in paths if RankLog(path).find()}
     if not labelled:
         raise RequestError(f"none of the {len(runs)} runs has such a log yet. [CD0507]")
     LogPrinter([*labelled], lines, sys.stdout.buffer, [*labelled.values()]).print_new(last=True)

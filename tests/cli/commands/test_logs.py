@@ -127,6 +127,19 @@ def test_a_log_that_is_emptied_is_read_anew(tmp_path: Path) -> None:
     assert tail.read() == b""
 
 
+def test_a_ranks_lines_of_its_nodes_log_are_followed(tmp_path: Path) -> None:
+    node = tmp_path / "node-0.log"
+    tail = LogTail(tmp_path / "rank-1.log")
+    assert tail.read() == b""
+    node.write_bytes(b"0: a\n1: a\n1: to")
+    assert tail.read() == b"a\n"
+    with node.open("ab") as file:
+        file.write(b"rn\n0: b\n")
+    assert tail.read() == b"torn\n"
+    for lines, shown in ((None, b"a\ntorn\n"), (1, b"torn\n"), (0, b"")):
+        assert LogTail(tmp_path / "rank-1.log", lines).read() == shown
+
+
 # -- following -------------------------------------------------------------------------------
 
 
