@@ -135,6 +135,36 @@ def test_every_value_reaches_the_task_as_it_was_typed(
     assert not list(tmp_path.rglob("pwned"))
 
 
+def test_one_log_per_node_has_every_ranks_output(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import glob, os, time\n"
+        "rank = os.environ['RANK']\n"
+        "print('rank', rank, end='', flush=True)\n"
+        "print(' in one line', flush=True)\n"
+        "open(f'printed-{rank}', 'w').close()\n"
+        "if rank == '2':\n"  # its end ends the others
+        "    while len(glob.glob('printed-*')) < 4: time.sleep(0.05)\n"
+        "    raise ValueError('boom')\n"
+    )
+    done = submit(
+        cluster, tmp_path, "--nodes", "2", "--tasks-per-node", "2", "--log-per", "node",
+        "--run-name", "a", "--wait", "--", sys.executable, "train.py",
+    )  # fmt: skip
+    run = tmp_path / "jobs/a"
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "(logs/node-1.log)" in done.stderr
+    logs = sorted(path.name for path in (run / "logs").iterdir())
+    assert logs == ["job.log", "node-0.log", "node-1.log"]
+    end_of_log = (
+        (run / "logs/job.log").read_text().partition("--- last lines of logs/node-1.log")[2]
+    )
+    assert "ValueError: boom" in end_of_log
+    for rank in range(4):
+        shown = cluster.run([*CLUSTERDDP, "logs", "a", "--rank", str(rank)], cwd=tmp_path).stdout
+        assert shown.startswith(f"rank {rank} in one line\n")
+        assert ("ValueError: boom" in shown) == (rank == 2)
+
+
 EITHER_LAUNCHER = pytest.mark.parametrize(
     "launcher", ["sbatch", pytest.param("submitit", marks=pytest.mark.slow)]
 )
