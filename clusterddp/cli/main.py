@@ -85,6 +85,9 @@ QUICK = {
 """Commands that read, print and exit; `submit` calls `enable_gc` itself if it does more."""
 
 
+_FORWARDED = "clusterddp.forwarded"
+
+
 class LazyGroup(click.Group):
     """A group that imports a subcommand only to run it."""
 
@@ -100,6 +103,27 @@ class LazyGroup(click.Group):
             enable_gc()
         command: click.Command = module.command
         return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Also take --on after the command's name; keep the command's words for it."""
+        if args[1:2] and args[1].partition("=")[0] == "--on":
+            words = 1 if "=" in args[1] else 2
+            args = [*args[1 : 1 + words], args[0], *args[1 + words :]]
+        typed = [*args]
+        rest = super().parse_args(ctx, args)
+        if ctx.params.get("on") is not None:
+            ctx.meta[_FORWARDED] = self.make_parser(ctx).parse_args(typed)[1]
+        return rest
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command here, or with --on there."""
+        name = ctx.params.pop("on", None)
+        if name is not None:
+            enable_gc()
+            from clusterddp.remote.session import run
+
+            return run(name, ctx.meta[_FORWARDED])
+        return super().invoke(ctx)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete command names without importing the commands, and options as click does."""
@@ -131,6 +155,9 @@ class LazyGroup(click.Group):
     context_settings=HELP_SETTINGS,
     epilog="Exit codes: 0 done; 1 the run failed; 2 usage error, or refused; 75 stopped after a "
     "checkpoint, can resume; 130 interrupted.",
+)
+@click.option(
+    "--on", metavar="NAME", help="Run the command on a cluster, by ssh: a host or a [cluster:NAME]."
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:

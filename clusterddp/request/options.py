@@ -48,6 +48,8 @@ SYSTEM_FILE = Path("/etc/clusterddp/site.cfg")
 EXPEDITE = "expedite"
 """Value of sbatch's --requeue that requeues a job at top priority (Slurm 25.11)."""
 _CLUSTER = "cluster:"
+_PLACE = ("host", "folder", "before")
+"""Keys of a cluster's section that do not set an option."""
 _GPU_GRES = r"(?:gres[:/])?gpu(?::(?P<type>[^:,=]+))??(?:[:=](?P<count>\d+))?"
 NO_REQUEUE = "SBATCH_NO_REQUEUE"
 
@@ -422,6 +424,8 @@ class Settings:
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     clusters: tuple[str, ...] = ()
+    place: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The cluster's host, folder and before, for `--on`."""
 
     def with_sbatch(self, environ: Mapping[str, str], rows: Iterable[Option]) -> "Settings":
         """Return these settings, overridden by SBATCH_* variables.
@@ -545,9 +549,11 @@ def read_site(path: Path | None, cluster: str | None, known: Collection[str]) ->
     sources: dict[str, str] = {}
     for section in ("defaults", f"{_CLUSTER}{cluster}" if cluster else ""):
         given = sections.get(section, {})
+        place = {key: given.pop(key) for key in _PLACE if key in given}
         values |= given
         sources |= dict.fromkeys(given, f"{path} [{section}]")
-    return Settings(path, values, sources, sections.get("environment", {}), tuple(clusters))
+    environment = sections.get("environment", {})
+    return Settings(path, values, sources, environment, tuple(clusters), place)
 
 
 def sbatch_directives(environ: Mapping[str, str]) -> dict[str, str | None]:
@@ -579,7 +585,7 @@ def _check_names(path: Path, sections: Mapping[str, Iterable[str]], known: Colle
                 "Use [defaults], [cluster:NAME] or [environment]. [CD0203]"
             )
         for key in keys:
-            if key not in known:
+            if key not in known and (section == "defaults" or key not in _PLACE):
                 raise RequestError(
                     f"{path} [{section}]: unknown key {key!r}{nearest(key, known)}. [CD0203]"
                 )

@@ -30,6 +30,8 @@ LIMIT_MB = 50.0
 MAX_FILES = 10_000
 """Maximum of files and links in a copy: a shared file system creates about 1,000 per second."""
 
+TREE_VARIABLE, COMMIT_VARIABLE = "CLUSTERDDP_TREE", "CLUSTERDDP_TREE_COMMIT"
+"""Top and commit of a work tree that was carried here without its .git (`remote.tree`)."""
 _NEVER = frozenset({".git", "__pycache__"})
 """Neither copied nor linked: the copy is not a work tree, and Python writes its own bytecode."""
 _JOBS_OUTPUT = re.compile(r"slurm-\d+(_\d+)?\.out")
@@ -153,6 +155,9 @@ def top_of(folder: Path) -> Path:
     Return the directory itself if it is not in a work tree, git ignores it, or the home directory
     is within the work tree.
     """
+    carried = os.environ.get(TREE_VARIABLE)
+    if carried and folder.is_relative_to(carried):
+        return Path(carried)
     try:
         prefix, _ = _git(str(folder), "rev-parse", "--show-prefix")
         depth = os.fsdecode(prefix).rstrip("\n").count("/")
@@ -188,7 +193,7 @@ def take(
     Raises RequestError if the tree exceeds the limits, a file cannot be read or copying fails; no
     partial copy is left.
     """
-    plan = _plan(tree, limit_mb, exclude, workdir)
+    plan = plan_of(tree, limit_mb, exclude, workdir)
     links = _links(plan)
     try:
         target.mkdir(mode=0o700)
@@ -224,7 +229,7 @@ def try_to_take(
         log.warning(coded(f"your code is not copied: {error}", error.code))
         return None
     if taken.large:
-        names = formatting.join_limited([_printable(name) for name in taken.large], 3, ", ")
+        names = formatting.join_limited([printable(name) for name in taken.large], 3, ", ")
         log.warning(
             f"linked, not copied with your code, because of their size: {names}. To copy them, "
             f"raise --snapshot-limit MB (now {limit_mb:g}); to silence this warning, list them in "
@@ -245,7 +250,7 @@ def _warn_of_outputs(taken: Snapshot, tree: Path, folder: Path) -> None:
         if path.is_symlink() and path.is_dir() and _OUTPUTS.fullmatch(path.name)
     ]
     if linked:
-        names = formatting.join_limited([_printable(f"{path.name}/") for path in linked], 3, ", ")
+        names = formatting.join_limited([printable(f"{path.name}/") for path in linked], 3, ", ")
         log.warning(
             f"{names} in the copy of your code: a link to {os.readlink(linked[0])}, because git "  # noqa: PTH115
             "ignores it. Runs that write there overwrite each other's files. Give each run its own "
@@ -253,7 +258,7 @@ def _warn_of_outputs(taken: Snapshot, tree: Path, folder: Path) -> None:
         )
     copied = sorted(filter(_is_checkpoint, taken.digests))
     if copied:
-        names = formatting.join_limited([_printable(name) for name in copied], 3, ", ")
+        names = formatting.join_limited([printable(name) for name in copied], 3, ", ")
         log.warning(
             f"checkpoints copied with the code of {tree}: {names}. A program that looks there for "
             "its last checkpoint would resume from it. To start from scratch, move them away "
@@ -287,7 +292,7 @@ def carry_over(
         for name in changed:
             if taken.digests.get(name) not in (None, record.digests[name]):
                 raise RequestError(
-                    f"{_printable(name)} was changed by the run in {copy} and differently in "
+                    f"{printable(name)} was changed by the run in {copy} and differently in "
                     f"{tree}. Copy the version to keep over the other one. [CD0319]"
                 )
         for name in [*changed, *_written(copy, record, os.path.abspath(tree))]:
@@ -298,7 +303,7 @@ def carry_over(
                     link.unlink()  # its last file was removed from the tree
                 elif link.is_symlink():
                     raise RequestError(
-                        f"the run wrote {_printable(name)} in {copy}, but {_printable(parent)} of "
+                        f"the run wrote {printable(name)} in {copy}, but {printable(parent)} of "
                         f"{tree} is no longer copied (git ignores it, or it is a link). Move one "
                         "of them. [CD0319]"
                     )
@@ -314,7 +319,7 @@ def carry_over(
                 _link_or_copy(source, goal)
     except (OSError, shutil.Error) as error:
         raise RequestError(
-            f"cannot keep {_printable(name)}, which the run wrote in {copy}: {error}. Free space, "
+            f"cannot keep {printable(name)}, which the run wrote in {copy}: {error}. Free space, "
             "or fix the file. [CD0319]"
         ) from None
     return replaced
@@ -328,7 +333,7 @@ def fingerprint(
     None if the tree is missing, exceeds the limits or cannot be read.
     """
     try:
-        return _copy(_plan(tree, limit_mb, exclude, workdir), "", {})
+        return _copy(plan_of(tree, limit_mb, exclude, workdir), "", {})
     except RequestError:
         return None
 
@@ -365,12 +370,12 @@ def difference(before: Snapshot, after: Snapshot, *, new: bool = False) -> list[
     new: also list new files. A run that works in the tree itself leaves its results there.
     """
     added = [name for name in after.digests if new and name not in before.digests]
-    lines = [f"new {_printable(name)}" for name in added]
+    lines = [f"new {printable(name)}" for name in added]
     for name in before.digests:
         if name not in after.digests:
-            lines.append(f"removed {_printable(name)}")
+            lines.append(f"removed {printable(name)}")
         elif before.digests[name] != after.digests[name]:
-            lines.append(f"changed {_printable(name)}")
+            lines.append(f"changed {printable(name)}")
     return sorted(lines)
 
 
@@ -441,7 +446,7 @@ def _copy(plan: Plan, target: str, links: dict[str, str]) -> Snapshot:
             Path(f"{target}/{name}").symlink_to(links[name])
     except OSError as error:
         raise RequestError(
-            f"cannot copy {_printable(name or '.')} of {plan.tree} to {target}: {error.strerror}. "
+            f"cannot copy {printable(name or '.')} of {plan.tree} to {target}: {error.strerror}. "
             "The copy was removed. Free space there, fix the file, or use --no-snapshot to run "
             "from the directory itself. [CD0312]"
         ) from None
@@ -480,8 +485,8 @@ def digest_of(source: BinaryIO, copy: BinaryIO | None = None) -> tuple[str, int]
     return digest.hexdigest(), size
 
 
-def _plan(tree: Path, limit_mb: float, exclude: Collection[Path], workdir: str) -> Plan:
-    """Plan the copy of a tree. Raises RequestError if it is unreadable or exceeds a limit."""
+def plan_of(tree: Path, limit_mb: float, exclude: Collection[Path], workdir: str) -> Plan:
+    """Plan the copy of a tree, as `take` does. Raises RequestError likewise."""
     top = os.path.abspath(tree)
     if not tree.is_dir():
         raise RequestError(f"{tree} is not a directory: there is no code to copy. [CD0312]")
@@ -491,7 +496,7 @@ def _plan(tree: Path, limit_mb: float, exclude: Collection[Path], workdir: str) 
     if not listed:
         # An enclosing repository, for example of the home directory, ignores this directory.
         without_git = without_git or "git ignores the whole directory"
-    commit = _git_head(top) if listed else ""
+    commit = _git_head(top) if listed else os.environ.get(COMMIT_VARIABLE, "")
     items: dict[str, Item] = {}
     for name in _files(top, listed or _walk(top, "", folders), folders):
         if item := _measure(top, name):
@@ -524,7 +529,7 @@ def _links(plan: Plan) -> dict[str, str]:
         full, count = Counter(name.rpartition("/")[0] for name in links).most_common(1)[0]
         raise RequestError(
             f"the code in {plan.tree} has {len(links):,} git-ignored files and directories next to "
-            f"it, {count:,} of them in {_printable(full or '.')}; at most {MAX_FILES:,} are "
+            f"it, {count:,} of them in {printable(full or '.')}; at most {MAX_FILES:,} are "
             "copied or linked. Move them to a directory without code, or use --no-snapshot to run "
             "from the directory itself. [CD0311]"
         )
@@ -538,7 +543,7 @@ def _is_excluded(name: str, excluded: frozenset[str]) -> bool:
     return not (_NEVER.isdisjoint(name.split("/")) and excluded.isdisjoint([*_parents(name), name]))
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """Return a name for a message, escaped if it has unprintable or surrounding whitespace."""
     return name if name.isprintable() and name == name.strip() and name else ascii(name)
 
@@ -683,7 +688,7 @@ def _largest(weights: Mapping[str, int], show: Callable[[int], str]) -> str:
             if sums[deeper] < 0.8 * sums[name]:
                 break
             name = deeper
-        largest.append(f"{_printable(name)}{'/' * (name in children)} ({show(sums[name])})")
+        largest.append(f"{printable(name)}{'/' * (name in children)} ({show(sums[name])})")
     return ", ".join(largest)
 
 
@@ -693,7 +698,7 @@ def _is_real_folder(path: str) -> bool:
 
 def _unreadable(tree: str, name: str, problem: str | None) -> RequestError:
     return RequestError(
-        f"cannot read {_printable(name or '.')} of the code in {tree}: {problem}. Make it "
+        f"cannot read {printable(name or '.')} of the code in {tree}: {problem}. Make it "
         "readable, list it in .gitignore, or use --no-snapshot to run from the directory "
         "itself. [CD0312]"
     )

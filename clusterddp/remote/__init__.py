@@ -1,0 +1,1 @@
+"""Commands on a cluster from another machine, by ssh: `clusterddp --on NAME …`."""

@@ -1,0 +1,317 @@
+"""A session on a cluster: one ssh whose stdin carries a script, then frames.
+
+The user's words are not on ssh's command line, so that neither a login shell nor `ps` sees them.
+The user's configuration of ssh applies: keys, ProxyJump, ControlMaster. Nothing is sent twice
+unless it is known not to have begun.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from clusterddp import log
+from clusterddp.errors import ClusterDDPError, RequestError
+from clusterddp.remote import client, frames
+from clusterddp.remote import cluster as clusters
+from clusterddp.remote.cluster import Cluster
+from clusterddp.remote.tree import Tree
+
+_START = Path(__file__).with_name("start.sh")
+# One byte at a time: dash before 0.5.13 would read beyond its script, and head may, too.
+_COMMAND = "exec /bin/sh -c 'eval \"$(dd bs=1 count={} 2>/dev/null)\"'"
+_NEEDS_TREE = frozenset(
+    {"submit", "resume", "check", "import", "debug", "train", "compare", "templates"}
+)
+_ASKS = frozenset({"cancel", "clean", "rm"})
+"""Commands that ask a question on the terminal."""
+_PASSED_ON = ("COLUMNS", "LINES", "NO_COLOR", "LANG", "LC_ALL", "TZ")
+
+
+class ConnectionError(ClusterDDPError):
+    """The cluster was not reached, or the connection was lost."""
+
+    code = "CD1402"
+
+
+def run(name: str, argv: Sequence[str]) -> int:
+    """Run a command on a cluster as if it were typed there; return its exit code.
+
+    Raises RequestError, or ConnectionError.
+    """
+    from clusterddp.remote import tree
+    from clusterddp.submission.fields import generate_name
+
+    here = Path.cwd()
+    cluster = clusters.find(name, os.environ, here)
+    words, command = [*argv], next(iter(argv), "")
+    code = None
+    if command in _NEEDS_TREE:
+        _refuse(name, words)
+        code = tree.of(here, _limit_mb(words))
+    run_name = ""
+    if command == "submit":
+        run_name = generate_name("run")
+        words.insert(1, f"--run-name={run_name}")  # a typed one comes later and wins
+    environ = {**cluster.variables, **_environ(words)}
+    try:
+        return _Session(cluster, words, environ, code).run()
+    except ConnectionError as error:
+        if run_name:
+            run_name = _typed(words, "--run-name")[-1]
+            raise ConnectionError(
+                f"{error} To see whether the run exists: clusterddp --on {shlex.quote(name)} "
+                f"status {shlex.quote(run_name)}"
+            ) from None
+        raise
+
+
+def _refuse(name: str, words: Sequence[str]) -> None:
+    if "--no-snapshot" in _options(words):
+        raise RequestError(
+            f"--no-snapshot: with --on {name} a run works in its own copy of the code. [CD1401]"
+        )
+
+
+def _options(words: Sequence[str]) -> Sequence[str]:
+    """Return the words before COMMAND."""
+    return words[: [*words, "--"].index("--")]
+
+
+def _typed(words: Sequence[str], flag: str) -> list[str]:
+    """Return the values of a flag, as typed."""
+    return [
+        word.partition("=")[2] if word.startswith(f"{flag}=") else following
+        for word, following in itertools.pairwise([*_options(words), ""])
+        if word == flag or word.startswith(f"{flag}=")
+    ]
+
+
+def _limit_mb(words: Sequence[str]) -> float:
+    from clusterddp.submission.snapshot import LIMIT_MB
+
+    with contextlib.suppress(ValueError):
+        return float([str(LIMIT_MB), *_typed(words, "--snapshot-limit")][-1])
+    return LIMIT_MB  # the cluster's command refuses it
+
+
+def _environ(words: Sequence[str]) -> dict[str, str]:
+    """Return the variables to send: the terminal's, and each NAME of `--env NAME`."""
+    names = (*_PASSED_ON, *_typed(words, "--env"))
+    size = shutil.get_terminal_size()
+    shown = {"COLUMNS": str(size.columns), "LINES": str(size.lines)} if _is_shown() else {}
+    return shown | {n: os.environ[n] for n in names if n in os.environ}
+
+
+def _is_shown() -> bool:
+    return os.isatty(1) or os.isatty(2)
+
+
+class _Session:
+    """One command on a cluster."""
+
+    def __init__(
+        self, cluster: Cluster, argv: Sequence[str], environ: Mapping[str, str], tree: Tree | None
+    ) -> None:
+        self._cluster, self._tree = cluster, tree
+        self._marker = f"clusterddp-{secrets.token_hex(8)}"
+        self._header = json.dumps(
+            {
+                "argv": [_bytes(word) for word in argv],
+                "environ": {name: _bytes(value) for name, value in environ.items()},
+                "terminals": [os.isatty(each) for each in range(3)],
+                "tree": tree.digest if tree else "",
+                "workdir": _bytes(tree.workdir) if tree else "",
+                "commit": tree.commit if tree else "",
+            }
+        ).encode()
+        self._reads = "-" in argv or (next(iter(argv), "") in _ASKS and os.isatty(0))
+        self._begun, self._sent = False, False
+
+    def run(self) -> int:
+        """Run it, with the client in a second session if the cluster lacks it."""
+        code = self._attempt(b"")
+        if code is None:
+            content = client.archive()
+            log.info(f"carrying clusterddp to {self._cluster.host} ({len(content) / 1e6:.1f} MB)")
+            code = self._attempt(content)
+        if code is None:
+            raise ConnectionError(f"{self._cluster.host}: its copy of clusterddp vanished.")
+        return code
+
+    def _attempt(self, carried: bytes) -> int | None:
+        """Return the exit code; None if the client is missing and nothing was begun."""
+        script = _script(self._cluster, self._marker, len(carried))
+        with _ssh(self._cluster.host, _COMMAND.format(len(script))) as ssh:
+            assert ssh.stdin and ssh.stdout
+            to, reader = ssh.stdin.fileno(), frames.Reader(ssh.stdout.fileno())
+            with contextlib.suppress(BrokenPipeError):  # its end of stdout shows
+                frames.write(to, script + carried + frames.frame(frames.HEADER, self._header))
+            said = (reader.after_line(self._marker.encode()) or b"").decode(errors="replace")
+            if said == "client":
+                return None
+            if said == "ready":
+                self._sent = True
+                return self._follow(ssh, to, reader)
+            ssh.stdin.close()
+            code = ssh.wait()
+        if said:
+            raise _start_error(self._cluster, said)
+        raise ConnectionError(
+            f"ssh {self._cluster.host} ended with exit code {code} before the command began. "
+            f"Nothing was done there. Check: ssh {shlex.quote(self._cluster.host)} true"
+        )
+
+    def _follow(self, ssh: subprocess.Popen[bytes], to: int, reader: frames.Reader) -> int:
+        """Pass frames on until the command ends. Raises ConnectionError if they end before."""
+        for got in self._frames(ssh, to, reader):
+            kind, content = got
+            if kind in (frames.OUT, frames.ERR):
+                frames.write(1 if kind == frames.OUT else 2, content)
+            elif kind == frames.TREE and self._tree:
+                frames.write(to, frames.frame(frames.MANIFEST, self._tree.content))
+            elif kind == frames.WANTED and self._tree:
+                self._carry(to, json.loads(content))
+            elif kind == frames.BEGUN:
+                self._begun = True
+                if not self._reads:
+                    frames.write(to, frames.frame(frames.INPUT))
+            elif kind == frames.EXIT:
+                return int(content)
+        words = "The command continues there unless it only shows something."
+        raise ConnectionError(
+            f"the connection to {self._cluster.host} was lost. "
+            + (words if self._begun else "The command may have begun.")
+        )
+
+    def _frames(
+        self, ssh: subprocess.Popen[bytes], to: int, reader: frames.Reader
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Yield frames; meanwhile send beats, the user's input and Ctrl-C."""
+        assert ssh.stdout
+        interrupts, out = 0, ssh.stdout.fileno()
+        while True:
+            try:
+                while got := reader.ready():
+                    yield got
+                reads = [0] if self._begun and self._reads else []
+                ready = select.select([out, *reads], [], [], frames.BEAT_SECONDS)[0]
+                if not ready:
+                    frames.write(to, frames.frame(frames.BEAT))
+                if 0 in ready:
+                    chunk = os.read(0, 1 << 16)
+                    self._reads = bool(chunk)
+                    frames.write(to, frames.frame(frames.INPUT, chunk))
+                if out in ready and not reader.fill():
+                    return
+            except KeyboardInterrupt:
+                interrupts += 1
+                if interrupts > 1 or not self._begun:
+                    ssh.terminate()
+                    raise
+                frames.write(to, frames.frame(frames.INTERRUPT))
+            except BrokenPipeError:
+                return
+
+    def _carry(self, to: int, wanted: list[str]) -> None:
+        assert self._tree
+        size = 0
+        for content in self._tree.files(wanted):
+            size += len(content)
+            frames.write(to, frames.frame(frames.DATA, content))
+        if wanted:
+            log.info(f"carried {len(wanted)} files ({size / 1e6:.1f} MB) to {self._cluster.host}")
+
+
+def _bytes(word: str) -> str:
+    """Return a word's bytes as latin-1, which JSON carries whatever the locales are."""
+    return os.fsencode(word).decode("latin-1")
+
+
+def _script(cluster: Cluster, marker: str, size: int) -> bytes:
+    """Return the script of the other side, its values quoted."""
+    start, rest = cluster.folder_parts
+    values = {
+        "marker": marker, "version": client.version(), "size": str(size),
+        "python": cluster.python, "unpack": client.UNPACK,
+    }  # fmt: skip
+    lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
+    lines.append(f'folder="{start}"{shlex.quote(rest)}')
+    lines.append(f"before() {{ :\n{cluster.before}\n}}")
+    return os.fsencode("\n".join([*lines, _START.read_text()]))
+
+
+@contextlib.contextmanager
+def _ssh(host: str, command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start ssh; it shares a connection for some minutes, so that one login is enough.
+
+    Ctrl-C is for the command, not for ssh. Raises ConnectionError without an ssh.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(
+            ["ssh", *_options_for(host), "-T", "-x", "--", host, command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+    except FileNotFoundError:
+        raise ConnectionError("there is no 'ssh' on the PATH. Install OpenSSH.") from None
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        yield process
+    except KeyboardInterrupt:
+        process.terminate()
+        raise
+    finally:
+        for stream in (process.stdin, process.stdout):
+            _close(stream)
+        process.wait()
+
+
+def _close(stream: IO[bytes] | None) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        if stream:
+            stream.close()
+
+
+def _options_for(host: str) -> list[str]:
+    """Return options for what the person's own configuration of ssh leaves open."""
+    answer = subprocess.run(
+        ["ssh", "-G", "--", host], capture_output=True, text=True, errors="replace", check=False
+    )
+    own = dict(line.split(" ", 1) for line in answer.stdout.splitlines() if " " in line)
+    options = []
+    if own.get("serveraliveinterval", "0") == "0":
+        options += ["-oServerAliveInterval=15", "-oServerAliveCountMax=4"]
+    if own.get("connecttimeout", "none") == "none":
+        options += ["-oConnectTimeout=20"]
+    if own.get("controlpath", "none") == "none":
+        folder = Path.home() / ".ssh"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if len(os.fsencode(folder)) < 30:  # a socket's path has at most 104 bytes
+            path = f"{folder}/ddp-%C".replace('"', "")
+            options += ["-oControlMaster=auto", f"-oControlPath={path}", "-oControlPersist=600"]
+    return options
+
+
+def _start_error(cluster: Cluster, said: str) -> ClusterDDPError:
+    kind, _, what = said.partition(" ")
+    if kind == "folder":
+        return RequestError(
+            f"{cluster.host}: cannot use the directory {what}. Set folder = DIR in "
+            f"[cluster:{cluster.name}] of site.cfg. [CD1403]"
+        )
+    return RequestError(
+        f"{cluster.host} has no Python from 3.10 on: {what or 'none was found'}. Set python = PATH "
+        f"in [cluster:{cluster.name}] of site.cfg, or load one by its before line. [CD1403]"
+    )

@@ -1,0 +1,88 @@
+"""A real sshd without a port: ssh starts it as its ProxyCommand, one process per connection."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin") or ""
+
+
+def why_unavailable() -> str | None:
+    """What keeps a test from connecting here, or None."""
+    missing = [name for name in ("ssh", "ssh-keygen") if not shutil.which(name)]
+    return ", ".join([*missing, *(["sshd"] * (not SSHD))]) or None
+
+
+class Host:
+    """A host `near` of ssh that is this machine, and a home from which it is used."""
+
+    def __init__(self, folder: Path, login_shell: str = "sh -c") -> None:
+        """login_shell: the words that start it, before its command."""
+        self.folder, self.there = folder, folder / "there"
+        for key in ("host", "user"):
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True
+            )
+        Path("/run/sshd").mkdir(exist_ok=True) if os.geteuid() == 0 else None
+        (folder / "user.pub").rename(folder / "authorized")
+        self._server = folder / "sshd_config"
+        self.serve(login_shell)
+        known = f"near {(folder / 'host.pub').read_text()}"
+        (folder / "known_hosts").write_text(known)
+        (folder / "config").write_text(
+            f"Host near\n HostKeyAlias near\n IdentityFile {folder}/user\n"
+            f" UserKnownHostsFile {folder}/known_hosts\n StrictHostKeyChecking yes\n"
+            f" ProxyCommand {SSHD} -i -f {self._server} -E {folder}/log\n"
+        )
+        self._connections = folder / "connections"
+        (folder / "bin").mkdir()
+        ssh = folder / "bin/ssh"
+        ssh.write_text(
+            f'#!/bin/sh\n[ "$1" = -G ] || echo >>{self._connections}\n'
+            f'exec {shutil.which("ssh")} -F {folder}/config "$@"\n'
+        )
+        ssh.chmod(0o755)
+        (folder / "home/.config/clusterddp").mkdir(parents=True)
+        self.site(f"host = near\nfolder = {self.there}\npython = {sys.executable}\n")
+        self.work = folder / "work"
+        self.work.mkdir()
+        (self.work / "train.py").write_text("print('hi')\n")
+
+    def serve(self, login_shell: str) -> None:
+        """Let every later connection run its command with these words."""
+        wrapper = self.folder / "login"
+        wrapper.write_text(f'#!/bin/sh\nexec {login_shell} "$SSH_ORIGINAL_COMMAND"\n')
+        wrapper.chmod(0o755)
+        self._server.write_text(
+            f"HostKey {self.folder}/host\nAuthorizedKeysFile {self.folder}/authorized\n"
+            f"StrictModes no\nUsePAM no\nPidFile none\nForceCommand {wrapper}\n"
+        )
+
+    def site(self, section: str) -> None:
+        """Write the section [cluster:big] of the home's site.cfg."""
+        path = self.folder / "home/.config/clusterddp/site.cfg"
+        path.write_text(f"[cluster:big]\n{section}")
+
+    def environ(self, **more: str) -> dict[str, str]:
+        kept = {n: v for n, v in os.environ.items() if not n.startswith(("CLUSTERDDP_", "SLURM_"))}
+        kept |= {"HOME": str(self.folder / "home"), "LC_ALL": "C.UTF-8", **more}
+        kept.pop("XDG_CONFIG_HOME", None)
+        return kept | {"PATH": f"{self.folder}/bin:{kept['PATH']}"}
+
+    def run(self, *argv: str, on: str = "big", **more: str) -> subprocess.CompletedProcess[str]:
+        """Run `clusterddp --on big ARGV` from the work tree."""
+        return subprocess.run(
+            [sys.executable, "-m", "clusterddp", "--on", on, *argv],
+            cwd=self.work, env=self.environ(**more), stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, errors="surrogateescape", timeout=120, check=False,
+        )  # fmt: skip
+
+    def connections(self) -> int:
+        """How many sessions of ssh began since this was last asked."""
+        count = len(self._connections.read_text()) if self._connections.exists() else 0
+        self._connections.unlink(missing_ok=True)
+        return count

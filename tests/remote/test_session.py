@@ -1,0 +1,75 @@
+"""Commands on a cluster, through a real ssh and sshd."""
+
+import json
+import shutil
+
+import pytest
+
+from clusterddp.launchers.sbatch import shell_word
+from tests.hostile import CARRIED
+from tests.remote.sshd import Host
+
+DRY_RUN = ("submit", "--dry-run", "--json", "--run-name=x")
+
+
+def script_of(host: Host, *argv: str) -> str:
+    answer = host.run(*DRY_RUN, *argv)
+    assert answer.returncode == 0, answer.stderr
+    script: str = json.loads(answer.stdout)["script"]
+    return script
+
+
+def test_an_unchanged_tree_is_one_session(host: Host) -> None:
+    host.run(*DRY_RUN)
+    (host.work / "new.py").write_text("1")
+    host.connections()
+    first = host.run(*DRY_RUN, "--", "python", "new.py")
+    assert "carried 1 files" in first.stderr
+    assert host.connections() == 1
+    again = host.run(*DRY_RUN, "--", "python", "new.py")
+    assert "carried" not in again.stderr
+    assert host.connections() == 1
+    assert again.stdout == first.stdout
+
+
+def test_exit_codes_and_both_outputs_pass_through(host: Host) -> None:
+    answer = host.run("status", "nothing")
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert "[CD0501]" in answer.stderr
+
+
+def test_hostile_words_arrive_unchanged(host: Host) -> None:
+    words = [word for word in CARRIED if word]
+    script = script_of(host, "--force", "--", "true", *words)
+    for word in words:
+        assert shell_word(word) in script, word
+    assert not list(host.folder.rglob("pwned"))
+
+
+@pytest.mark.parametrize("shell", ["tcsh -c", "fish -c", "dash -c", "bash -c"])
+def test_the_login_shell_does_not_matter(host: Host, shell: str) -> None:
+    if not shutil.which(shell.split(maxsplit=1)[0]):
+        pytest.skip(f"no {shell}")
+    host.serve(shell)
+    assert shell_word("it's $HOME") in script_of(host, "--force", "--", "true", "it's $HOME")
+
+
+def test_a_banner_is_dropped(host: Host) -> None:
+    host.serve('sh -c \'echo WELCOME; printf "no end of line"; eval "$1"\' sh')
+    answer = host.run("runs", "--json")
+    assert json.loads(answer.stdout) == []
+
+
+def test_a_host_that_cannot_be_reached(host: Host) -> None:
+    answer = host.run("runs", on="nowhere.invalid")
+    assert answer.returncode == 1
+    assert "Nothing was done there" in answer.stderr
+    assert answer.stderr.strip().endswith("[CD1402]")
+
+
+@pytest.mark.parametrize("name", ["-oProxyCommand=touch pwned", "a b", "", "a;b"])
+def test_what_is_no_host_is_refused(host: Host, name: str) -> None:
+    answer = host.run("runs", on=name)
+    assert answer.returncode == 2
+    assert host.connections() == 0
