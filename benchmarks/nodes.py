@@ -1,9 +1,9 @@
 """Costs of a start and an end by the number of ranks, eight a node: `python -m benchmarks.nodes`.
 
 Up to 512 ranks are processes that do what a task and its parent do, without a training: open the
-store, agree, record the start, send heartbeats, record the end. Of 4,096, rank 0 is a process and
-the others are threads of 16 processes that run the same code. torch is imported once, before the
-processes are forked. One directory stands for the shared one.
+store, agree, record the start, send heartbeats, record the end. Of 4,096, rank 0 is a process, and
+16 others do the same steps for 256 ranks each. torch is imported once, before the processes are
+forked. One directory stands for the shared one.
 """
 
 import argparse
@@ -17,9 +17,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,55 +149,82 @@ def _split(size: int) -> list[range]:
 
 
 def _be_ranks(ranks: range, size: int, port: int, attempt: "Attempt", signals: Signals) -> None:
+    """Do what tasks and their parents do, but no training. Rank 3 fails at its end, by itself.
+
+    A process of several ranks takes each step for one after the other: threads would wait for the
+    interpreter's lock rather than for rank 0.
+    """
     from clusterddp import log
-
-    log.to(lambda _: None).__enter__()
-    threads = [
-        threading.Thread(target=_be_rank, args=(rank, size, port, attempt, signals))
-        for rank in ranks
-    ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    os._exit(0)
-
-
-def _be_rank(rank: int, size: int, port: int, attempt: "Attempt", signals: Signals) -> None:
-    """Do what a task and its parent do, but no training. Rank 3 fails at its end, by itself."""
     from clusterddp.distributed import heartbeat, rendezvous, tcp_store
     from clusterddp.distributed.heartbeat import Heartbeat, Progress
     from clusterddp.ranks.dist_env import DistEnv
     from clusterddp.run.outcome import node_path
     from clusterddp.worker.node_record import NodeRecord
 
-    node, local_rank = divmod(rank, RANKS_PER_NODE)
-    host, environ = f"n{node:04}", _variables(rank, size, port)
-    env = DistEnv.from_environ(environ)
-    bound = tcp_store.bind(env, {})
-    signals.here.release()
+    log.to(lambda _: None).__enter__()
+    environs = [_variables(rank, size, port) for rank in ranks]
+    envs = [DistEnv.from_environ(environ) for environ in environs]
+    bounds = [tcp_store.bind(env, {}) for env in envs]
+    for _ in ranks:
+        signals.here.release()
     signals.go.wait()
     # As where no name server answers: torch would look up each of its many addresses.
-    store = rendezvous.open_store(env, {}, _PATIENCE_SECONDS, bound=bound, answered=lambda: False)
-    hello = {"rank": rank, "world_size": size, "host": host, "pid": os.getpid()}
-    rendezvous.agree(store, env, hello, lambda all_: {"ranks": len(all_)}, _PATIENCE_SECONDS)
-    signals.met.release()
-    record = NodeRecord(node_path(attempt.outcomes, host), attempt.write_final_record)
-    fields: dict[str, Any] = {
-        "rank": rank, "local_rank": local_rank, "node_rank": node, "host": host, "job_id": "1",
-        "pid": os.getpid(), "restart": 0, "step_id": "0", "started": time.time(), "written": 1.0,
-    }  # fmt: skip
-    assert record.keep(fields), f"rank {rank} has no part in its node's record"
-    shared = heartbeat.connect(env, environ, _PATIENCE_SECONDS, _BEAT_SECONDS)
-    beat = Heartbeat(host, Progress().position, 0.0, 1)
-    shared.set(f"progress/{rank}", beat.to_json())
-    signals.ready.release()
+    stores = [
+        rendezvous.open_store(env, {}, _PATIENCE_SECONDS, bound=bound, answered=lambda: False)
+        for env, bound in zip(envs, bounds, strict=True)
+    ]
+    for met in _agree(stores, envs):
+        assert met == {"ranks": size}
+        signals.met.release()
+    beat = Heartbeat("", Progress().position, 0.0, 1)
+    kept = []
+    for env, environ in zip(envs, environs, strict=True):
+        host = environ["SLURMD_NODENAME"]
+        record = NodeRecord(node_path(attempt.outcomes, host), attempt.write_final_record)
+        fields = _start_of(env, host)
+        assert record.keep(fields), f"rank {env.rank} has no part in its node's record"
+        shared = heartbeat.connect(env, environ, _PATIENCE_SECONDS, _BEAT_SECONDS)
+        shared.set(f"progress/{env.rank}", beat.to_json())
+        kept.append((record, fields, shared))
+        signals.ready.release()
     signals.end.wait()
-    error = {"type": "ValueError" if rank == 3 else "RuntimeError", "message": "at the end",
-             "peer_lost": rank != 3}  # fmt: skip
-    fields |= {"ended": time.time(), "exit_code": 1, "error": error, "written": 2.0}
-    record.keep(fields)
-    record.close(failed=False)
+    for record, fields, _ in kept:
+        own = fields["rank"] == 3
+        error = {"type": "ValueError" if own else "RuntimeError", "message": "at the end",
+                 "peer_lost": not own}  # fmt: skip
+        record.keep(fields | {"ended": time.time(), "exit_code": 1, "error": error, "written": 2.0})
+    for record, _, _ in kept:
+        record.close(failed=False)
+    os._exit(0)
+
+
+def _agree(stores: Sequence[Any], envs: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Take part in the agreement as `rendezvous.agree` does; yield each rank's decision."""
+    from clusterddp.distributed import rendezvous
+
+    hellos = [
+        {"rank": env.rank, "world_size": env.world_size, "host": f"n{env.node_rank:04}",
+         "pid": os.getpid()} for env in envs
+    ]  # fmt: skip
+    if len(stores) == 1:
+        yield rendezvous.agree(
+            stores[0], envs[0], hellos[0], lambda all_: {"ranks": len(all_)}, _PATIENCE_SECONDS
+        )
+        return
+    for store, env, hello in zip(stores, envs, hellos, strict=True):
+        assert store.add(f"claim/{env.rank}", 1) == 1
+        rendezvous.put(store, f"hello/{env.rank}", hello)
+    for store, env in zip(stores, envs, strict=True):
+        rendezvous.wait(store, ["decision"], _PATIENCE_SECONDS)
+        yield rendezvous.take(store, env, "decision", "rank 0's decision")
+
+
+def _start_of(env: Any, host: str) -> dict[str, Any]:
+    return {
+        "rank": env.rank, "local_rank": env.local_rank, "node_rank": env.node_rank, "host": host,
+        "job_id": "1", "pid": os.getpid(), "restart": 0, "step_id": "0", "started": time.time(),
+        "written": 1.0,
+    }  # fmt: skip
 
 
 def _variables(rank: int, size: int, port: int) -> dict[str, str]:
