@@ -123,7 +123,13 @@ def make_private(folder: Path, instead: str) -> None:
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
     """Hold the lock of the user's directory, which is created if it is missing. Raises OSError."""
-    make_private(home, "--stage-env DIR [CD0322]")
+    try:
+        make_private(home, "--stage-env DIR [CD0322]")
+    except FileNotFoundError:
+        raise StagingError(
+            f"{home.parent} does not exist. Choose a directory that every node has: "
+            "--stage-env DIR [CD0322]"
+        ) from None
     with (home / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

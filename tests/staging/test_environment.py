@@ -247,6 +247,13 @@ def test_a_disk_that_starts_no_programs_is_refused(
     assert not path.exists()
 
 
+def test_a_directory_that_a_node_lacks_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "clusterddp-1" / "abc"
+    with pytest.raises(StagingError, match=r"/none does not exist\. Choose a directory"):
+        node.unpack(tmp_path / "env.tar", path, 0)
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_disk_that_fills_up_meanwhile_keeps_nothing_of_it(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
