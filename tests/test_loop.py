@@ -1261,7 +1261,10 @@ def test_it_needs_torch_alone(tmp_path: Path) -> None:
     """Of what is installed: no numpy, click, jinja2 or tqdm is imported."""
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['numpy', 'click', 'jinja2', 'tqdm', "
-        "'torchvision', 'submitit'])); import clusterddp.loop; from torch import nn; "
+        "'torchvision', 'submitit'])); import clusterddp.loop, torch; from torch import nn; "
+        "bytes_of = clusterddp.loop.agreement.bytes_of; "
+        "assert bytes_of(torch.tensor([7, 255], dtype=torch.uint8)) == b'\\x07\\xff'; "
+        "assert bytes_of(torch.empty(0, dtype=torch.uint8)) == b''; "
         "loop = clusterddp.loop.Loop(directory=sys.argv[1], model=nn.Linear(1, 1)); loop.finish()"
     )
     argv = [sys.executable, "-W", "ignore", "-c", code, "run"]

@@ -494,7 +494,7 @@ def _tail(step: int, content: Content, files: Mapping[str, bytes], layout: _Layo
         number = layout.number_of(storage)
         if number is None:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            add(f"data/{name}", whole.numpy().tobytes())
+            add(f"data/{name}", bytes(agreement.bytes_of(whole)))
         else:
             place = layout.offsets[number]
             records.append(Record(f"archive/data/{name}", True, place, storage.nbytes()))

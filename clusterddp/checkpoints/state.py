@@ -138,7 +138,7 @@ def broadcast(data: bytes, size: int, group: dist.ProcessGroup | None = None) ->
         sent = piece.to(agreement.device(group))
         dist.broadcast(sent, src=0, group=group)
         piece.copy_(sent)
-    return data or whole.numpy().tobytes()
+    return data or bytes(agreement.bytes_of(whole))
 
 
 def _parsed(path: Path, data: bytes) -> Content:

@@ -359,9 +359,17 @@ def gather(value: T, *, on_first: bool = False, group: dist.ProcessGroup | None 
         dist.all_gather(received, sent, group)
     _await_dropped([sent, *received])
     return [
-        pickle.loads(each.cpu().numpy().tobytes()[:length])
+        pickle.loads(bytes_of(each[:length]))
         for each, length in zip(received, lengths if receives else [], strict=True)
     ]
+
+
+def bytes_of(tensor: torch.Tensor) -> bytearray:
+    """Return a copy of a tensor of bytes, from any device and also without numpy."""
+    data = bytearray(len(tensor))
+    if data:  # torch refuses an empty buffer
+        torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
+    return data
 
 
 def _await_dropped(tensors: Iterable[torch.Tensor]) -> None:

@@ -135,10 +135,10 @@ def own_gloo_interfaces(
     first. With ^, gloo uses the address of the host's name. Empty if there is nothing to change.
     present: returns the host's interfaces.
 
-    Raises DistEnvError if the host has none of them.
+    Raises DistEnvError if the host has none of them and there are several ranks.
     """
     wanted = environ.get(GLOO_INTERFACE, "")
-    if not wanted or world_size == 1:
+    if not wanted:
         return {}
     if wanted.startswith("^"):
         return {GLOO_INTERFACE: ""}
@@ -146,6 +146,8 @@ def own_gloo_interfaces(
     for part in filter(None, wanted.lstrip("=").split(",")):
         alike = () if wanted.startswith("=") else (n for n in names if n.startswith(part))
         found += [part] if part in names else alike
+    if not found and world_size == 1:  # gloo looks up a name that it does not need then
+        return {GLOO_INTERFACE: ""}
     if not found:
         raise DistEnvError(
             f"{GLOO_INTERFACE}={format_value(wanted)}: expected network interfaces of "

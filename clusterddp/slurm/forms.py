@@ -173,7 +173,7 @@ SWITCHES = Form(
 )
 MAIL_USER = Form(r"[A-Za-z0-9_.+@-]+", "mail address", "one address: me@example.org")
 DIRECTIVE = Form(r"[a-z][a-z0-9-]*", "name of a directive", "for example signal or mem")
-NETWORK_INTERFACE = Form(r"[=^]{0,2}[A-Za-z0-9_.:,@-]+", "network interface", "a name: ib0")
+NETWORK_INTERFACE = Form(r"\^?=?[A-Za-z0-9_.:,@-]+", "network interface", "a name: ib0")
 MODULE = Form(r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]*", "environment module", "a name: cuda/12.4")
 
 

@@ -53,7 +53,7 @@ _KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
 
 CHANGEABLE = (
     *("resources", "train", "after", "signal", "job_name", "python", "controller_python"),
-    *("requeue", "max_requeues", "retries", "max_restarts"),
+    *("requeue", "max_requeues", "retries", "max_restarts", "stage_env"),
     *(
         "stacks",
         "hang_timeout",

@@ -317,16 +317,15 @@ def _seeded(seed: int) -> list[Tensor]:
 @functools.lru_cache(maxsize=1)
 def _seeded_once(seed: int) -> list[Tensor]:
     ours, python, parts = torch.Generator().manual_seed(seed), random.Random(seed), list[Tensor]()
-    numpy = sys.modules.get("numpy")
-    other = numpy.random.RandomState(seed % 2**32) if numpy else None
     for _ in range(2):
         parts += ours.get_state(), _bytes(array("I", python.getstate()[1]).tobytes())
-        parts.append(_bytes(array("I", other.get_state()[1].tolist()).tobytes() if other else b""))
+        # numpy's RandomState has the same words as torch's generator: both are MT19937 with
+        # the lower half of the seed. So a process without numpy has the same parts.
+        words = array("Q", _raw(parts[-2]))[3:627]  # CPUGeneratorImplStateLegacy
+        parts.append(_bytes(array("I", words).tobytes()))
         # The program may have set another default device or type, which draws other bits.
         torch.rand(1, generator=ours, device="cpu", dtype=torch.float32)
         python.random()
-        if other:
-            other.random_sample()
     return parts
 
 

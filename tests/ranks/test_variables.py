@@ -65,8 +65,9 @@ def test_a_paste_that_cannot_be_read_is_refused(text: str, message: str) -> None
 )  # fmt: skip
 def test_gloo_gets_one_interface_of_those_that_nccls_form_means(wanted: str, own: str) -> None:
     environ, names = {"GLOO_SOCKET_IFNAME": wanted}, ["lo", "eth0", "ib0", "ib01", "ib1"]
-    found = own_gloo_interfaces(environ, 2, lambda: names, lambda name: name != "ib0")
-    assert found == {"GLOO_SOCKET_IFNAME": own}
+    for world_size in (1, 2):
+        found = own_gloo_interfaces(environ, world_size, lambda: names, lambda n: n != "ib0")
+        assert found == {"GLOO_SOCKET_IFNAME": own}
 
 
 def test_an_interface_of_this_host_without_an_address_is_passed_over() -> None:
@@ -79,5 +80,5 @@ def test_interfaces_that_a_host_lacks_are_refused(wanted: str) -> None:
     environ = {"GLOO_SOCKET_IFNAME": wanted, "SLURMD_NODENAME": "h02"}
     with pytest.raises(DistEnvError, match="expected network interfaces of h02, which has lo, ib0"):
         own_gloo_interfaces(environ, 2, lambda: ["lo", "ib0"])
-    assert own_gloo_interfaces(environ, 1, lambda: ["lo", "ib0"]) == {}
+    assert own_gloo_interfaces(environ, 1, lambda: ["lo", "ib0"]) == {"GLOO_SOCKET_IFNAME": ""}
     assert own_gloo_interfaces({}, 2, lambda: ["lo", "ib0"]) == {}

@@ -3,6 +3,7 @@
 import io
 import pickle
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,29 @@ def test_packed_states_do_not_depend_on_the_default_dtype() -> None:
     finally:
         torch.set_default_dtype(before)
         replay._seeded_once.cache_clear()
+
+
+@pytest.mark.parametrize("draws", [1, 700])
+@pytest.mark.parametrize("saves", [True, False])
+def test_packed_states_may_come_from_a_process_without_numpy(
+    monkeypatch: pytest.MonkeyPatch, saves: bool, draws: int
+) -> None:
+    """Or go to one. saves: whether the process that saves has numpy."""
+
+    def has_numpy(wanted: bool) -> None:
+        monkeypatch.setitem(sys.modules, "numpy", np if wanted else None)
+        replay._seeded_once.cache_clear()  # as in a new process
+
+    has_numpy(saves)
+    states = _states(draws)
+    joined = _in_a_checkpoint([states])
+    assert ("numpy" in states["now"]) == saves
+    has_numpy(not saves)
+    found = replay.unpack(joined, 0)
+    assert found and _is_same(found, states)
+    numbers_drawn()
+    replay.restore(found["now"], ())
+    assert random.getstate()[1] == tuple(states["now"]["python"][1])
 
 
 @pytest.mark.parametrize("draws", [0, 1])

@@ -1025,6 +1025,19 @@ def test_options_cover_what_submit_asks_slurm_for() -> None:
     assert {field.name for field in dataclasses.fields(TrainConfig)} - {"init_from"} <= mine
 
 
+def test_a_resumed_run_may_stage_its_environment_elsewhere_or_not_at_all(
+    workplace: Workplace,
+) -> None:
+    run = stopped(workplace, python="/shared/env/bin/python", stage_env="/full")
+    accepted(workplace, "one", "--stage-env", "/local")
+    assert '"stage_env": "/local"' in sent(workplace)
+    accepted(workplace, "one", "--stage-env", "off")
+    assert "CLUSTERDDP_STAGED" not in sent(workplace)
+    assert not run.load_spec().stages
+    got = workplace.invoke("resume", "one", "--dry-run", "--stage-env", "auto", "--python", "py")
+    assert got.code == 2 and "--stage-env auto needs --python" in got.err
+
+
 def test_a_command_that_hung_is_resumed_with_another_watch(workplace: Workplace) -> None:
     stopped(workplace, train=None, command=("python", "train.py"))
     accepted(
