@@ -135,41 +135,40 @@ class _Session:
             }
         ).encode()
         self._reads = "-" in argv or (next(iter(argv), "") in _ASKS and os.isatty(0))
-        self._begun, self._sent = False, False
+        self._begun = False
 
     def run(self) -> int:
-        """Run it, with the client in a second session if the cluster lacks it."""
-        code = self._attempt(b"")
-        if code is None:
-            content = client.archive()
-            log.info(f"carrying clusterddp to {self._cluster.host} ({len(content) / 1e6:.1f} MB)")
-            code = self._attempt(content)
-        if code is None:
-            raise ConnectionError(f"{self._cluster.host}: its copy of clusterddp vanished.")
-        return code
+        """Run it, and carry the client if the cluster lacks it; return the exit code.
 
-    def _attempt(self, carried: bytes) -> int | None:
-        """Return the exit code; None if the client is missing and nothing was begun."""
-        script = _script(self._cluster, self._marker, len(carried))
+        The command is sent only when the other side is ready: before, nothing can begin.
+        """
+        script = _script(self._cluster, self._marker)
         with _ssh(self._cluster.host, _COMMAND.format(len(script))) as ssh:
             assert ssh.stdin and ssh.stdout
             to, reader = ssh.stdin.fileno(), frames.Reader(ssh.stdout.fileno())
             with contextlib.suppress(BrokenPipeError):  # its end of stdout shows
-                frames.write(to, script + carried + frames.frame(frames.HEADER, self._header))
-            said = (reader.after_line(self._marker.encode()) or b"").decode(errors="replace")
-            if said == "client":
-                return None
-            if said == "ready":
-                self._sent = True
-                return self._follow(ssh, to, reader)
+                frames.write(to, script)
+                said = self._hear(reader)
+                if said == "client":
+                    content = client.archive()
+                    log.info(f"carrying clusterddp to {self._cluster.host}")
+                    frames.write(to, f"{len(content)}\n".encode() + content)
+                    said = self._hear(reader)
+                if said == "ready":
+                    with contextlib.suppress(BrokenPipeError):
+                        frames.write(to, frames.frame(frames.HEADER, self._header))
+                    return self._follow(ssh, to, reader)
+                if said:
+                    raise _start_error(self._cluster, said)
             ssh.stdin.close()
             code = ssh.wait()
-        if said:
-            raise _start_error(self._cluster, said)
         raise ConnectionError(
             f"ssh {self._cluster.host} ended with exit code {code} before the command began. "
             f"Nothing was done there. Check: ssh {shlex.quote(self._cluster.host)} true"
         )
+
+    def _hear(self, reader: frames.Reader) -> str:
+        return (reader.after_line(self._marker.encode()) or b"").decode(errors="replace")
 
     def _follow(self, ssh: subprocess.Popen[bytes], to: int, reader: frames.Reader) -> int:
         """Pass frames on until the command ends. Raises ConnectionError if they end before."""
@@ -237,11 +236,11 @@ def _bytes(word: str) -> str:
     return os.fsencode(word).decode("latin-1")
 
 
-def _script(cluster: Cluster, marker: str, size: int) -> bytes:
+def _script(cluster: Cluster, marker: str) -> bytes:
     """Return the script of the other side, its values quoted."""
     start, rest = cluster.folder_parts
     values = {
-        "marker": marker, "version": client.version(), "size": str(size),
+        "marker": marker, "version": client.version(),
         "python": cluster.python, "unpack": client.UNPACK,
     }  # fmt: skip
     lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]

@@ -1,5 +1,5 @@
 # Finds a Python on the login node and starts the carried clusterddp with it. POSIX sh.
-# Set before it: marker, folder, version, size (bytes of a client that follows), python, before().
+# Set before it: marker, folder, version, unpack (a program), python, before().
 # Stdin belongs to what is started: no program here may read it.
 say() { printf '\n%s %s\n' "$marker" "$1"; }
 fits() { "$1" -c 'import sys, zlib; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 </dev/null; }
@@ -52,11 +52,8 @@ elif ! fits "$python"; then
   exit 1
 fi
 if [ ! -d "clients/$version" ]; then
-  if [ "$size" = 0 ]; then
-    say client
-    exit 0
-  fi
-  "$python" -c "$unpack" "$size" "clients/$version" >&2 || exit 1
+  say client
+  read -r size && "$python" -c "$unpack" "$size" "clients/$version" >&2 || exit 1
 fi
 say ready
 exec "$python" "clients/$version/far.py"

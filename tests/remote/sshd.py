@@ -47,7 +47,7 @@ class Host:
         )
         ssh.chmod(0o755)
         (folder / "home/.config/clusterddp").mkdir(parents=True)
-        self.site(f"host = near\nfolder = {self.there}\npython = {sys.executable}\n")
+        self.site()
         self.work = folder / "work"
         self.work.mkdir()
         (self.work / "train.py").write_text("print('hi')\n")
@@ -62,10 +62,11 @@ class Host:
             f"StrictModes no\nUsePAM no\nPidFile none\nForceCommand {wrapper}\n"
         )
 
-    def site(self, section: str) -> None:
-        """Write the section [cluster:big] of the home's site.cfg."""
+    def site(self, *lines: str) -> None:
+        """Write the section [cluster:big] of the home's site.cfg, with more lines."""
         path = self.folder / "home/.config/clusterddp/site.cfg"
-        path.write_text(f"[cluster:big]\n{section}")
+        own = f"host = near\nfolder = {self.there}\npython = {sys.executable}"
+        path.write_text("\n".join(["[cluster:big]", own, *lines, ""]))
 
     def environ(self, **more: str) -> dict[str, str]:
         kept = {n: v for n, v in os.environ.items() if not n.startswith(("CLUSTERDDP_", "SLURM_"))}
