@@ -63,17 +63,16 @@ def of(folder: Path, limit_mb: float) -> Tree:
     """
     top = snapshot.top_of(folder)
     workdir = folder.relative_to(top).as_posix()
-    plan = snapshot.plan_of(top, limit_mb, (), "" if workdir == "." else workdir)
-    is_ignored = _ignored(top / IGNORE_FILE)
-    if large := [name for name in plan.large if not is_ignored(name)]:
+    ignored = _ignored(top / IGNORE_FILE)
+    start = "" if workdir == "." else workdir
+    plan = snapshot.plan_of(top, limit_mb, (), start, skip=ignored)
+    if plan.large:
         raise RequestError(
-            f"{snapshot.printable(large[0])} in {top} makes the code larger than {limit_mb:g} MB. "
-            f"List it in .gitignore or {IGNORE_FILE}, or raise --snapshot-limit MB. [CD0311]"
+            f"{snapshot.printable(plan.large[0])} in {top} makes the code larger than {limit_mb:g} "
+            f"MB. List it in .gitignore or {IGNORE_FILE}, or raise --snapshot-limit MB. [CD0311]"
         )
     manifest: dict[str, Entry] = {}
     for name, item in plan.items.items():
-        if is_ignored(name):
-            continue
         entry: Entry
         if item.link:
             entry = [_link(top, name, item.link)]

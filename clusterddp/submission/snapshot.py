@@ -485,8 +485,18 @@ def digest_of(source: BinaryIO, copy: BinaryIO | None = None) -> tuple[str, int]
     return digest.hexdigest(), size
 
 
-def plan_of(tree: Path, limit_mb: float, exclude: Collection[Path], workdir: str) -> Plan:
-    """Plan the copy of a tree, as `take` does. Raises RequestError likewise."""
+def plan_of(
+    tree: Path,
+    limit_mb: float,
+    exclude: Collection[Path],
+    workdir: str,
+    *,
+    skip: Callable[[str], bool] = lambda _: False,
+) -> Plan:
+    """Plan the copy of a tree, as `take` does, without the names to skip.
+
+    Raises RequestError likewise.
+    """
     top = os.path.abspath(tree)
     if not tree.is_dir():
         raise RequestError(f"{tree} is not a directory: there is no code to copy. [CD0312]")
@@ -499,6 +509,8 @@ def plan_of(tree: Path, limit_mb: float, exclude: Collection[Path], workdir: str
     commit = _git_head(top) if listed else os.environ.get(COMMIT_VARIABLE, "")
     items: dict[str, Item] = {}
     for name in _files(top, listed or _walk(top, "", folders), folders):
+        if skip(name):
+            continue
         if item := _measure(top, name):
             items[name] = item
         if len(items) > 10 * MAX_FILES:
