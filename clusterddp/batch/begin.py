@@ -9,7 +9,7 @@ from dataclasses import replace
 from clusterddp import files, formatting, log, polling, version
 from clusterddp.batch.job import JobStart, choose_excluded, record_excluded
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ClusterDDPError, SlurmError
-from clusterddp.ranks.variables import is_rehearsal
+from clusterddp.ranks.variables import has_queue, is_rehearsal
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import attempt as attempts
 from clusterddp.run import bad_nodes, events
@@ -246,7 +246,7 @@ def _requeue_if_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> His
     marked bad. The start continues if a requeue is of no use: after a few in a row, with requeue
     off, or if the request needs the node. Returns the history with all nodes marked bad so far.
     """
-    if is_rehearsal(os.environ):
+    if not has_queue(os.environ):
         return history
     try:
         if _mark_nodes_of_lost_script(history):
@@ -288,7 +288,7 @@ def _requeue_if_too_few_nodes(job: JobStart, spec: JobSpec, history: History, ne
     its end. Returns an error message if a requeue is of no use; empty if the nodes are enough.
     """
     given = len(hosts_of(job.nodelist))
-    if given >= needed or is_rehearsal(os.environ):
+    if given >= needed or not has_queue(os.environ):
         return ""
     words = (
         f"Slurm assigned {formatting.count(given, 'node')}, and a step of the run needs {needed}"

@@ -40,12 +40,13 @@ from clusterddp.processes import change_environment
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.processes.table import listening_ports
 from clusterddp.ranks.dist_env import master_port
-from clusterddp.ranks.variables import host_name, is_rehearsal, slurm_job_name
+from clusterddp.ranks.variables import has_queue, host_name, is_held, is_rehearsal, slurm_job_name
 from clusterddp.request.program import END, FULL_PREFLIGHT, NO_PREFLIGHT
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import bad_nodes, events, preflight
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt, print_to_job_log
 from clusterddp.run.history import History, Policy
+from clusterddp.run.outcome import step_name
 from clusterddp.run.records import PreflightRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
@@ -256,8 +257,9 @@ class Controller:
         """Nodes of the step, if the controller chooses them."""
         self._staged: dict[str, str] = {}
         """Variables that name the copies of the tasks' environment, if it is staged."""
-        self._starts = 0
-        """Number of attempts that have ended in this start of the job."""
+        self._starts = os.getpid() if is_held(os.environ) else 0
+        """Number of attempts that have ended in this start of the job. Runs that share a job begin
+        at different numbers, and so use different ports."""
         self._recording_lost = threading.Lock()
         self._watches: list[threading.Thread] = []
         self._signals_seen = False
@@ -458,6 +460,8 @@ class Controller:
             )
             return EXIT_NO_RUN
         policy = Policy.of(self._spec)
+        if is_held(os.environ):
+            policy = Policy(requeue=False, max_requeues=0, retries=0)
         return finish.finish(self._start_of_job, attempt, code, policy)
 
     def _preflight(self, attempt: Attempt, nodes: Sequence[str]) -> dict[str, str]:
@@ -479,7 +483,7 @@ class Controller:
                 names,
                 gpus,
                 ranks,
-                _child_setup(),
+                child_setup(),
                 ports,
                 self._is_job_ending,
             )
@@ -518,7 +522,7 @@ class Controller:
                 spec.stage_env,
                 nodes,
                 self._program(),
-                _child_setup(),
+                child_setup(),
                 self._is_job_ending,
             )
             if staged is None or self._is_job_ending():
@@ -593,7 +597,7 @@ class Controller:
             [*_interpreter(self._script), str(self._script)],
             env=self._environment(attempt),
             stdin=subprocess.DEVNULL,
-            preexec_fn=_child_setup(),  # noqa: PLW1509 -- threads only wait then
+            preexec_fn=child_setup(),  # noqa: PLW1509 -- threads only wait then
         )
         step = SrunProcess(script.pid, attempt)
         try:
@@ -617,7 +621,7 @@ class Controller:
 
     def _may_be_past_signal(self) -> bool:
         """Return whether Slurm's time-limit signal may have arrived before Python started."""
-        if not (self._spec.signal or "").startswith("B:") or is_rehearsal(os.environ):
+        if not (self._spec.signal or "").startswith("B:") or not has_queue(os.environ):
             return False
         try:
             left = slurm.seconds_left(slurm_job_name(os.environ, self._job_id))
@@ -652,6 +656,8 @@ class Controller:
         if self._allocation:
             environ[SPARES_VARIABLE] = str(self._spec.resources.spare_nodes)
             environ[NODES_VARIABLE] = ",".join(self._nodes)
+        if is_held(os.environ):
+            environ[NODES_VARIABLE] = os.environ["SLURM_JOB_NODELIST"]
         return environ
 
     def _code_variables(self) -> dict[str, str]:
@@ -734,7 +740,7 @@ class Controller:
         spec = self._spec
 
         def end() -> None:
-            name = step_watch.step_name(attempt, slurm_job_name(os.environ, self._job_id))
+            name = step_name(attempt.outcomes, slurm_job_name(os.environ, self._job_id))
             if is_rehearsal(os.environ) or not name:
                 step.signal(signal.SIGTERM)
             else:
@@ -763,7 +769,7 @@ class Controller:
             self._watches.pop().join(max(0.0, deadline - time.monotonic()))
 
 
-def _child_setup() -> Callable[[], None]:
+def child_setup() -> Callable[[], None]:
     """Return a function for a child: reset ignored signals, and die with this process.
 
     The script can inherit ignored signals, for example from a shell that started it with `&`.

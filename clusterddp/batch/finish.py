@@ -20,7 +20,7 @@ from clusterddp.batch.job import (
 )
 from clusterddp.batch.result import AttemptResult, Evidence, determine_result
 from clusterddp.errors import EXIT_STOPPED, ClusterDDPError, SlurmError, coded
-from clusterddp.ranks.variables import is_rehearsal
+from clusterddp.ranks.variables import has_queue, is_rehearsal
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.sweep import is_array
 from clusterddp.run import bad_nodes, events
@@ -152,7 +152,7 @@ def _end_job(job: JobStart, attempt: Attempt, result: AttemptResult, history: Hi
         resumes = is_counted or result.exit_code == EXIT_STOPPED
         how = "resume" if resumes else "start again"
         log.info(f"{how} with: {job.run.resume_command}")
-    if result.exit_code and cause != Cause.CANCELLED and not is_rehearsal(os.environ):
+    if result.exit_code and cause != Cause.CANCELLED and has_queue(os.environ):
         _warn_of_requeue_exit(job.run, result.exit_code)
 
 
@@ -162,7 +162,7 @@ def _disable_requeue(job: JobStart, history: History, *, preempted: bool) -> Non
     Slurm may requeue a preempted job. With --requeue=expedite it holds a job indefinitely whose
     script fails on healthy nodes (REQUEUE_HOLD, seen on 26.05).
     """
-    if is_rehearsal(os.environ):
+    if not has_queue(os.environ):
         return
     expedites = history.spec is not None and history.spec.requeue == EXPEDITE
     try:

@@ -11,10 +11,9 @@ from functools import cached_property
 from pathlib import Path
 
 from clusterddp import files, formatting
-from clusterddp.batch import step_watch
 from clusterddp.batch.job import JobStart
 from clusterddp.errors import EXIT_FAILED, EXIT_STOPPED, coded
-from clusterddp.ranks.variables import is_rehearsal
+from clusterddp.ranks.variables import is_held, is_rehearsal
 from clusterddp.run import bad_nodes, events
 from clusterddp.run.attempt import Attempt, read_attempt_log
 from clusterddp.run.bad_nodes import named_hardware
@@ -36,6 +35,7 @@ from clusterddp.run.outcome import (
     first_killed,
     hang_that_ended_job,
     read_outcomes,
+    step_name,
 )
 from clusterddp.run.rank_log import RankLog
 from clusterddp.run.records import FinalRecord, Outcome, Report
@@ -313,12 +313,13 @@ class Evidence:
     @cached_property
     def slurm_state(self) -> Ending:
         """Reason why the job ends, from the run's events or from slurmctld."""
-        of_job = [event for event in self.history.events if event.job_id == self.job.id]
+        known = self.history.latest if is_held(os.environ) else self.history.events
+        of_job = [event for event in known if event.job_id == self.job.id]
         asked = [e for e in of_job if isinstance(e, events.CancelRequested | events.CancelFailed)]
         if asked and isinstance(asked[-1], events.CancelRequested):
             return Ending.CANCELLED  # by `clusterddp cancel`
         if any(isinstance(event, events.TimeLimitReached) for event in of_job):
-            return Ending.TIME_LIMIT  # recorded by a rehearsal
+            return Ending.TIME_LIMIT  # recorded by a rehearsal, or inside an allocation
         if is_rehearsal(os.environ):
             return Ending.NONE
         word = ending(self.job.name, self.job.restart)
@@ -486,7 +487,7 @@ def _step_cancelled(evidence: Evidence) -> AttemptResult | None:
         return None
     if evidence.step_ended or _OVER_MEMORY.search(evidence.job_log):
         return None
-    step = step_watch.step_name(evidence.attempt, evidence.job.id) or "its step"
+    step = step_name(evidence.attempt.outcomes, evidence.job.id) or "its step"
     how = f"scancel {step} or a signal to its srun, which ended the step but not the job"
     line = f"cancelled by {how}; {evidence.saved_clause}"
     return AttemptResult(

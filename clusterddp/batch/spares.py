@@ -32,6 +32,7 @@ from clusterddp.run.outcome import (
     newest,
     read_outcomes,
     record_paths,
+    step_name,
 )
 from clusterddp.run.records import Outcome
 from clusterddp.run.run_dir import RunDir
@@ -296,7 +297,7 @@ def end_step(
         is_active = attempt.is_saving_memory or any(outcome.ended is None for outcome in left)
         return srun() if is_active or _may_save(attempt, left) else None
 
-    step = step_watch.step_name(attempt, job)
+    step = step_name(attempt.outcomes, job)
     if not step and (pid := srun()):  # no start is recorded, but srun may have started tasks
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

@@ -29,6 +29,7 @@ from clusterddp.run.outcome import (
     note_hung,
     read_outcomes,
     read_outcomes_of,
+    step_name,
 )
 from clusterddp.run.records import HungRanks, Outcome, StalledOutput
 from clusterddp.slurm import client as slurm
@@ -121,7 +122,7 @@ def watch(
     why = _await_the_end(attempt, ranks, grace_seconds)
     if srun() is None or attempt.is_superseded:
         return  # an orphan: its step number may now belong to another step
-    step = step_name(attempt, job)
+    step = step_name(attempt.outcomes, job)
     step_id = step.rpartition(".")[2]
     log.info(
         f"{why}, but srun still waits: a task's exit message was lost. Ending step {step or '?'}"
@@ -169,15 +170,6 @@ def kill(srun: Callable[[], int | None]) -> None:
         log.info("killing srun, which did not end with its step")
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)  # not TERM, at which srun would first end tasks
-
-
-def step_name(attempt: Attempt, job: str) -> str:
-    """Return the attempt's step id for scancel; empty if its tasks have not recorded it.
-
-    The job id without a step would cancel the whole job.
-    """
-    step_id = next((o.step_id for o in read_outcomes(attempt.outcomes) if o.step_id), "")
-    return f"{job}.{step_id}" if step_id else ""
 
 
 def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:

@@ -43,6 +43,8 @@ COMMANDS = {
     "stacks": "Show where each rank of a running job is.",
     "checkpoints": "List and verify the checkpoints of a run.",
     "report": "Show results of runs, also as an HTML page.",
+    "hold": "Hold nodes, in which runs start at once.",
+    "release": "End a hold.",
     "resume": "Resume a run from its last checkpoint.",
     "stop": "Ask a run to checkpoint and exit.",
     "cancel": "Cancel a run.",
@@ -60,12 +62,13 @@ COMMANDS = {
     "explain": "Explain the code at the end of a message.",
     "completion": "Print the completion script of a shell.",
     "batch": "",
+    "held": "",
     "probe": "",
     "stage": "",
     "notify": "",
 }
 _GROUPS = {
-    "Run": "submit debug train compare",
+    "Run": "submit debug train compare hold release",
     "Watch": "runs status logs stacks checkpoints report",
     "Resume and clean up": "resume stop cancel clean rm",
     "Your scripts": "check import exec env",

@@ -14,7 +14,7 @@ from clusterddp import errors, files, log
 from clusterddp.cli.options import Completed, source
 from clusterddp.launchers import SentJob
 from clusterddp.request.options import FLAG
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import IN_ALLOCATION, JobSpec
 from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir, find_runs
 from clusterddp.status.find import DEFAULT_ROOT, find_sweeps, names_several, select_each
@@ -209,6 +209,8 @@ def follow_submitted(
         click.echo(words)
     code = follow(run, lines=lines, survives_ctrl_c=not submission.stop, to_stderr=as_json)
     if submission.stop:
+        if code == errors.EXIT_INTERRUPTED and spec.launcher == IN_ALLOCATION:
+            code = _stop_and_follow(run, to_stderr=as_json)
         if code == errors.EXIT_INTERRUPTED:
             log.info(f"{run.name}: cancelling")
             submission.stop()
@@ -217,3 +219,14 @@ def follow_submitted(
     if as_json:
         click.echo(json.dumps({**fields, "exit_code": code}))
     return code
+
+
+def _stop_and_follow(run: RunDir, *, to_stderr: bool) -> int:
+    """Ask a run of this terminal to stop, and follow it to its end. Return the exit code."""
+    from clusterddp.status.stop import stop
+
+    try:
+        log.info(f"{stop(run, statuses([run])[0]).message}. Ctrl-C again ends it now")
+        return follow(run, lines=0, survives_ctrl_c=False, to_stderr=to_stderr)
+    except (KeyboardInterrupt, errors.ClusterDDPError):
+        return errors.EXIT_INTERRUPTED

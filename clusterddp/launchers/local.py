@@ -27,7 +27,7 @@ from typing import IO
 
 from clusterddp import log
 from clusterddp.errors import RequestError
-from clusterddp.launchers import SentJob, sbatch
+from clusterddp.launchers import SentJob
 from clusterddp.launchers.srun import CANCELLED, KILL_WAIT_SECONDS, signal_session, variables
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.variables import REHEARSAL_VARIABLE, VISIBLE_GPUS, named_gpus
@@ -47,7 +47,13 @@ _SLURMS_LEAD_SECONDS = 60
 # Named by host, because not all shared file systems share locks between hosts.
 _FOLDER = f"clusterddp-local-{socket.gethostname()}@"
 _ALIVE = "alive"
-prepare = sbatch.prepare  # the same script that sbatch would get
+
+
+def prepare(spec: JobSpec, template_folder: Path | None) -> str:
+    """Render the same script that sbatch would get."""
+    from clusterddp.launchers import sbatch  # imports jinja2, which a run's bundle lacks
+
+    return sbatch.prepare(spec, template_folder)
 
 
 def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 -- the run has it
@@ -159,7 +165,9 @@ def main() -> None:
     run = RunDir(Path(sys.argv[1]))
     script = run.script.read_text("utf-8")
     limit = Limit.of(script)
-    job = _Job(run, limit)  # before the directory, which would remain after a signal
+    job = KeptJob(
+        run, limit, str(os.getpid())
+    )  # before the directory, which would remain after a signal
     _remove_abandoned_folders()
     with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, _kept(Path(folder)):
         environ = {
@@ -214,10 +222,14 @@ class Limit:
     """True if the signal goes to the batch shell, False if it goes to the tasks."""
 
     @classmethod
-    def of(cls, script: str) -> "Limit":
-        """Read the limit from the script's directives; without one there is no signal."""
+    def of(cls, script: str, most: float | None = None) -> "Limit":
+        """Read the limit from the script's directives; without one there is no signal.
+
+        most: seconds until the end of the allocation, if there is one.
+        """
         directives = _directives(script)
-        seconds = forms.limit_seconds(directives.get("time", ""))
+        limits = [forms.limit_seconds(directives.get("time", "")), most]
+        seconds = min((int(each) for each in limits if each is not None), default=None)
         parts = _SIGNAL.fullmatch(directives.get("signal", ""))
         if seconds is None or not parts:
             return cls(seconds)
@@ -292,16 +304,18 @@ def job_environment(
     return environ
 
 
-class _Job:
+class KeptJob:
     """Local stand-in for a Slurm job: a batch script and its steps' tasks.
 
     SIGTERM and SIGINT to this process cancel it.
     """
 
-    def __init__(self, run: RunDir, limit: Limit) -> None:
-        self._run, self._limit = run, limit
+    def __init__(self, run: RunDir, limit: Limit, job_id: str) -> None:
+        self._run, self._limit, self._job_id = run, limit, job_id
         self._steps = Path()
         self._cancelled = False
+        self._is_recorded = False
+        """True if the run's events say that the user cancelled it."""
         self._warned = False
         self._kill_at: float | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -328,34 +342,38 @@ class _Job:
                 code = process.wait(timeout=0.2)
                 break
             except subprocess.TimeoutExpired:
-                self._keep_time(process.pid, time.monotonic() - began)
-        self._signal(process.pid, signal.SIGKILL)  # processes that the script left
+                self.keep_time(process.pid, time.monotonic() - began)
+        self.end_rest(process.pid)
         return code if code >= 0 else 128 - code
 
     def _cancel(self, *_: object) -> None:
         self._cancelled = True
 
-    def _keep_time(self, script: int, elapsed: float) -> None:
+    def keep_time(self, script: int, elapsed: float) -> None:
         """Send what is due after `elapsed` seconds: before the limit, at it, after KillWait."""
         limit = self._limit
         left = limit.seconds - elapsed if limit.seconds is not None else math.inf
         if self._kill_at is not None:
             if time.monotonic() > self._kill_at:
-                self._signal(script, signal.SIGKILL)
+                self.signal_all(script, signal.SIGKILL)
         elif self._cancelled or left <= 0:
             self._kill_at = time.monotonic() + KILL_WAIT_SECONDS
             event = events.CancelRequested if self._cancelled else events.TimeLimitReached
             with suppress(OSError):  # a full disk costs only the record
-                if not self._has_ended():
-                    events.add(self._run.events, event(job_id=str(os.getpid())))
-            self._signal(script, signal.SIGCONT, signal.SIGTERM)
+                if not (self._has_ended() or self._is_recorded):
+                    events.add(self._run.events, event(job_id=self._job_id))
+            self.signal_all(script, signal.SIGCONT, signal.SIGTERM)
         elif limit.signal and left <= limit.lead_seconds and not self._warned:
             self._warned = True
             if limit.to_script:
                 os.kill(script, signal.SIGCONT)
                 os.kill(script, limit.signal)
             else:
-                self._signal_tasks(limit.signal, signal.SIGCONT)
+                self.signal_tasks(limit.signal, signal.SIGCONT)
+
+    def end_rest(self, script: int) -> None:
+        """Kill the processes that the script left."""
+        self.signal_all(script, signal.SIGKILL)
 
     def _has_ended(self) -> bool:
         """Return whether the result is recorded, after which Ctrl-C must not cancel anything."""
@@ -366,14 +384,15 @@ class _Job:
         )
         return next(starts_and_ends, False)
 
-    def _signal(self, script: int, *numbers: int) -> None:
+    def signal_all(self, script: int, *numbers: int) -> None:
         """Signal, as scancel does, the tasks, the batch shell and its children, but not srun."""
         (self._steps / CANCELLED).touch()
         for number in numbers:
-            self._signal_tasks(number)
+            self.signal_tasks(number)
             signal_session(script, number)
 
-    def _signal_tasks(self, *numbers: int) -> None:
+    def signal_tasks(self, *numbers: int) -> None:
+        """Signal the tasks of all steps."""
         tasks: list[int] = []
         for note in self._steps.glob("[0-9]*"):
             with suppress(FileNotFoundError):  # the step has just ended

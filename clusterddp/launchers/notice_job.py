@@ -6,7 +6,7 @@ A sweep has no script of its own, so this job always sends its notification.
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError
 from clusterddp.files import write_atomically
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import IN_ALLOCATION, JobSpec
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import notify
 
@@ -58,7 +58,7 @@ def submit(spec: JobSpec, run: RunDir, job_id: str) -> None:
 
     run: the run, or the sweep whose array is `job_id`.
     """
-    if not spec.notify or spec.launcher == "local":
+    if not spec.notify or spec.launcher in ("local", IN_ALLOCATION):
         return
     try:
         run.logs.mkdir(mode=0o700, exist_ok=True)  # of a sweep

@@ -25,7 +25,7 @@ from clusterddp.launchers import SentJob
 from clusterddp.request import sweep
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.resources import Resources
-from clusterddp.request.spec import NODE, REQUEST, JobSpec, submission_comment
+from clusterddp.request.spec import IN_ALLOCATION, NODE, REQUEST, JobSpec, submission_comment
 from clusterddp.slurm import forms
 from clusterddp.version import __version__
 
@@ -258,6 +258,7 @@ def srun_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
     return [
         *srun,
         *([_NODES] if resources.spare_nodes else []),
+        *(_held_words(spec, tasks_per_node) if spec.launcher == IN_ALLOCATION else []),
         f"--nodes={resources.nodes}",
         f"--ntasks={resources.nodes * tasks_per_node}",
         f"--ntasks-per-node={tasks_per_node}",
@@ -265,6 +266,17 @@ def srun_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
         *("--export=ALL", "--kill-on-bad-exit=1", labels, "--open-mode=append"),
         *map(shell_word, spec.srun_args),
         f'--output="$run_dir/logs/{log}.log"',
+    ]
+
+
+def _held_words(spec: JobSpec, tasks_per_node: int) -> list[str]:
+    """Return srun's share of an allocation, which no directive of the script asks for."""
+    resources = spec.resources
+    gpus = [f"--{resources.gpu_directive}={_gpus(resources, tasks_per_node)}"]
+    return [
+        *("--exact", f'--nodelist="${forms.NODES_VARIABLE}"'),
+        *(gpus if resources.gpus_per_node else ["--gres=none"]),
+        *([f"--mem={resources.mem}"] if resources.mem else []),
     ]
 
 

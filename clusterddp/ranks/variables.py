@@ -52,6 +52,10 @@ _HETEROGENEOUS = re.compile(r"SLURM_(?:(?:HET|PACK)_SIZE$|.*_HET_GROUP_|.*_PACK_
 REHEARSAL_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
 """Variable of the local launcher's tasks: the directory for its steps' records of tasks."""
 
+HELD_VARIABLE = "CLUSTERDDP_HELD_UNTIL"
+"""Variable of a run inside an allocation that the user holds: when its time ends, in seconds since
+the epoch; empty without a limit."""
+
 IMAGE_VARIABLE = "CLUSTERDDP_CONTAINER_IMAGE"
 """Variable of a task in a container: its image."""
 OWN_PIDS_VARIABLE = "CLUSTERDDP_OWN_PIDS"
@@ -432,6 +436,16 @@ def slurm_job_name(environ: Mapping[str, str], job_id: str) -> str:
     """
     array, element = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{element}" if array and element else job_id
+
+
+def is_held(environ: Mapping[str, str]) -> bool:
+    """Return whether the job is the user's allocation, of which this run is only a part."""
+    return HELD_VARIABLE in environ
+
+
+def has_queue(environ: Mapping[str, str]) -> bool:
+    """Return whether Slurm can start the run's job again."""
+    return not (is_rehearsal(environ) or is_held(environ))
 
 
 def is_rehearsal(environ: Mapping[str, str]) -> bool:

@@ -45,7 +45,9 @@ MAX_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 STAGE_OFF = "off"
 NODE = "node"
-LAUNCHERS = ("sbatch", "submitit", "local")
+IN_ALLOCATION = "held"
+"""Launcher of runs inside an allocation that the user holds: salloc's, or a hold."""
+LAUNCHERS = ("sbatch", "submitit", "local", IN_ALLOCATION)
 OK, ANY, FAILED = CONDITIONS = ("ok", "any", "failed")
 """Conditions on the end of an awaited run: done, any, or failed."""
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -108,7 +110,15 @@ class JobSpec(Record):
         shown="the run's name",
         group=table.OUTPUT,
     )
-    launcher: str = option("sbatch", "Launcher; local runs it here.", Choice(LAUNCHERS))
+    launcher: str = option(
+        "sbatch",
+        "Launcher; local runs it here, held inside the allocation of this shell of salloc.",
+        Choice(LAUNCHERS),
+        shown="sbatch, or held in a shell of salloc",
+    )
+    hold: str = option(
+        "", "Run it at once in this hold, see 'clusterddp hold'.", LINE, "--in HOLD", name="in-hold"
+    )
     template: str = option(
         DEFAULT_TEMPLATE, "Script template; see 'clusterddp templates'.", names="NAME|FILE"
     )
@@ -354,6 +364,11 @@ class JobSpec(Record):
                 f"task per GPU (the default). To let ranks share a GPU: {self.sharing_options}.",
             )
         self._check_notify()
+        if self.hold and self.launcher != IN_ALLOCATION:
+            raise OptionError(
+                f"--in {self.hold}",
+                f" conflicts with --launcher {self.launcher}. Remove one of them. [CD0103]",
+            )
         if self.sweep:
             self._check_sweep()
 
@@ -421,6 +436,12 @@ class JobSpec(Record):
                 "--sweep",
                 " conflicts with --launcher submitit, which numbers array tasks and requeues them "
                 "in its own way. Use --launcher sbatch. [CD0305]",
+            )
+        if self.launcher == IN_ALLOCATION:
+            raise OptionError(
+                "--sweep",
+                " needs a job array, which an allocation cannot start. Use --launcher sbatch, or "
+                "submit the runs one by one. [CD0305]",
             )
         self.program.refuse_names(self.sweep.names, {row.name for row in REQUEST})
 
@@ -548,7 +569,7 @@ class JobSpec(Record):
     def _check_staging(self) -> None:
         """Raise OptionError if the batch controller cannot copy the tasks' environment."""
         asked, off = f"--stage-env {self.stage_env}", "Remove one of them, or use --stage-env off."
-        if self.launcher != "sbatch":
+        if self.launcher not in ("sbatch", IN_ALLOCATION):
             raise OptionError(
                 asked,
                 f" conflicts with --launcher {self.launcher}, whose tasks are not started by the "

@@ -91,7 +91,7 @@ class Submitted(Event):
 
     kind: ClassVar[str] = "submitted"
     launcher: str = ""
-    """`sbatch`, `submitit` or `local`."""
+    """`sbatch`, `submitit`, `local` or `held`."""
     folder: str = ""
     """Directory in which the user typed the command."""
     pid: int | None = None
@@ -257,7 +257,7 @@ class StepEnded(Event):
 
 
 class TimeLimitReached(Event):
-    """End of a rehearsal's time limit."""
+    """End of the time limit of a rehearsal, or of a run in an allocation."""
 
     kind: ClassVar[str] = "time_limit"
 
@@ -344,6 +344,29 @@ class CodeChanged(Event):
     kind: ClassVar[str] = "code_changed"
     changes: tuple[str, ...] = ()
     """Files that differ, each with the kind of change: `changed train.py`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInHold(Event):
+    """Run that a hold has begun, ended or refused."""
+
+    kind: ClassVar[str] = "run_in_hold"
+    run: str = ""
+    """Its directory."""
+    request: str = ""
+    """Name of the request."""
+    nodelist: str = ""
+    """Its nodes; empty once it has ended."""
+    why: str = ""
+    """Reason for a refusal, or for its end; empty without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostInHold(Event):
+    """Nodes that a hold has lost."""
+
+    kind: ClassVar[str] = "lost_in_hold"
+    nodes: tuple[str, ...] = ()
 
 
 def read(path: Path) -> list[Event]:

@@ -106,6 +106,12 @@ class History:
         found = [event for event in self.events if isinstance(event, kind)]
         return [event for event in found if attempt in (None, event.attempt)]
 
+    @property
+    def latest(self) -> Sequence[Event]:
+        """Events since the user last submitted the run."""
+        last = max((i for i, event in enumerate(self.events) if _is_by_user(event)), default=0)
+        return self.events[last:]
+
     def bad_marks(self, attempt: int, by: str = "") -> list[NodesMarkedBad]:
         """List the events that marked nodes bad in an attempt. by: a `bad_nodes.BY_…`, or any."""
         marked_bad = self.every(NodesMarkedBad, attempt)

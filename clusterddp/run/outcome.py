@@ -319,3 +319,12 @@ def _log(rank: int) -> str:
 def is_signalled(code: int) -> bool:
     """Return whether an exit code is a shell's for a command ended by a signal."""
     return 128 < code < 128 + signal.NSIG
+
+
+def step_name(outcomes: Path, job: str) -> str:
+    """Return the step id for scancel of the attempt with these records; empty if none has it.
+
+    The job id without a step would cancel the whole job.
+    """
+    step_id = next((o.step_id for o in read_outcomes(outcomes) if o.step_id), "")
+    return f"{job}.{step_id}" if step_id else ""

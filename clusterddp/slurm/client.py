@@ -503,12 +503,17 @@ def terminate_step(step: str) -> None:
 
     Without --signal, scancel kills a step's processes immediately (seen on 22.05).
     """
-    _change(["scancel", "--signal=TERM", step])
+    signal_step(step, "TERM")
 
 
 def kill_step(step: str) -> None:
     """Kill a step's tasks immediately. Raises SlurmError with scancel's message."""
-    _change(["scancel", "--signal=KILL", step])
+    signal_step(step, "KILL")
+
+
+def signal_step(step: str, name: str) -> None:
+    """Send a signal to a step's tasks and their parents. Raises SlurmError."""
+    _change(["scancel", f"--signal={name}", step])
 
 
 def release_nodes(job_id: str, kept: Sequence[str]) -> None:

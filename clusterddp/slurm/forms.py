@@ -87,6 +87,16 @@ TASK_VARIABLES = (
 """Variables of one attempt's tasks; jobs that a task submits must not inherit them."""
 
 
+def in_salloc_shell(environ: Mapping[str, str]) -> bool:
+    """Return whether this is a shell of salloc, on the login host or as its interactive step.
+
+    Other processes of a job have SLURM_PROCID. The interactive step's id is reserved (slurm.h).
+    """
+    is_interactive = environ.get("SLURM_STEP_ID", "") == str(0xFFFFFFFA)
+    is_plain = "SLURM_JOB_ID" in environ and "SLURM_PROCID" not in environ
+    return BATCH_VARIABLE not in environ and (is_interactive or is_plain)
+
+
 def unstaged(paths: str, environ: Mapping[str, str]) -> str:
     """Return paths, joined by colons, with the original in place of a node's copy."""
     copy, original = environ.get(STAGED_VARIABLE), environ.get(STAGED_FROM_VARIABLE)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from clusterddp import log, polling
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
-from clusterddp.ranks.variables import is_rehearsal, slurm_job_name
-from clusterddp.request.spec import ANY, CONDITIONS, FAILED, OK, JobSpec
+from clusterddp.ranks.variables import has_queue, slurm_job_name
+from clusterddp.request.spec import ANY, CONDITIONS, FAILED, IN_ALLOCATION, OK, JobSpec
 from clusterddp.run import events
 from clusterddp.run.attempt import StartRefused
 from clusterddp.run.events import Cause
@@ -80,7 +80,8 @@ class Awaited:
         waits = [
             status.array_task or status.job_id
             for status in known
-            if judge(condition, status) is Readiness.WAITS and status.launcher != "local"
+            if judge(condition, status) is Readiness.WAITS
+            and status.launcher not in ("local", IN_ALLOCATION)
         ]
         if is_sweep:  # an array's id covers all of its elements
             waits = [job.partition("_")[0] for job in waits]
@@ -288,7 +289,7 @@ def requeue_until_due(run: RunDir, job_id: str, restart: int) -> str:
     Raises NotDue if the run can never begin, or cannot wait.
     """
     spec, history = run.load_spec(), events.read(run.events)
-    is_over = is_rehearsal(os.environ) or causes_by_attempt(history)
+    is_over = not has_queue(os.environ) or causes_by_attempt(history)
     name = slurm_job_name(
         os.environ, job_id
     )  # by which a trial of a sweep is known until it begins

@@ -13,6 +13,7 @@ from enum import Enum
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from clusterddp.formatting import moment, signal_name
 from clusterddp.processes.table import process_alive
+from clusterddp.request.spec import IN_ALLOCATION
 from clusterddp.run.events import (
     CancelFailed,
     CancelRequested,
@@ -149,6 +150,11 @@ class Submission:
         return self.launcher == "local"
 
     @property
+    def is_held(self) -> bool:
+        """True if it runs inside an allocation: the job's state is not the run's."""
+        return self.launcher == IN_ALLOCATION
+
+    @property
     def is_alive(self) -> bool | None:
         """True while the controlling process of a local run runs; None on another machine."""
         return process_alive(self.pid, self.host, self.submitted)
@@ -182,7 +188,9 @@ def latest_submission(history: Sequence[Event]) -> Submission | None:
     for index, event in enumerate(history):
         # A job can start before its submission is recorded, so the job id decides. Tasks of a local
         # run may record another id, so there the order decides.
-        if event.job_id == job_id or (launcher == "local" and index > position):
+        # Several runs, and several starts of one, share a held job.
+        of_job = event.job_id == job_id and (launcher != IN_ALLOCATION or index >= position)
+        if of_job or (launcher == "local" and index > position):
             submission = _apply_event(submission, event)
     causes = causes_by_attempt(history)
     ends = [event for event in history if isinstance(event, Ended)]
@@ -209,7 +217,7 @@ def jobs_to_query(submissions: Sequence[Submission | None]) -> list[str]:
     return [
         each.job_id
         for each in in_slurm
-        if not (each.end and (each.end.exit_code == 0 or each.cancelled))
+        if not (each.end and (each.end.exit_code == 0 or each.cancelled or each.is_held))
     ]
 
 
@@ -282,8 +290,11 @@ def judge(
     started = submission.start.time
     if submission.requeue_reason and not submission.cancelled:
         return _judge_requeued(submission, job, now)
-    if submission.is_local:
+    if submission.is_local or (submission.is_held and alive is False):
         return _judge_local(submission, alive)
+    if submission.is_held and job.state.is_final:
+        ended = f"its allocation, job {submission.job_id}, has ended: {job.state.value}"
+        return (CANCELLED, "") if submission.cancelled else (FAILED, ended)
     if job.state is State.UNKNOWN:
         return _judge_forgotten(submission, report, job)
     if job.state is State.PENDING:

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 from clusterddp import files, formatting
 from clusterddp.errors import EXIT_INTERRUPTED, RequestError, coded
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes, events
+from clusterddp.run import bad_nodes, events, hold
 from clusterddp.run.attempt import Attempt, latest, printed_bytes
 from clusterddp.run.events import Cause, Ended, Failure, Started
 from clusterddp.run.history import NO_RESTART, SAME_FAILURE, History, steps_gained
+from clusterddp.run.hold import Room
 from clusterddp.run.node_memory import is_from_memory
 from clusterddp.run.outcome import HUNG, first_failure, last_renewal, read_outcomes
 from clusterddp.run.records import (
@@ -307,9 +308,11 @@ def _judge(
     """Return a run's state, the reason for it, Slurm's answer and the report."""
     run = history.run
     job = slurm_states.get(submission.job_id) if submission else None
-    if job and belongs_to_other_run(run, job):
+    if job and submission and not submission.is_held and belongs_to_other_run(run, job):
         job = JobState(State.UNKNOWN)
-    alive = submission.is_alive if submission and submission.is_local else None
+    if submission and submission.is_held and submission.end:
+        job = None  # it goes on after the run
+    alive = submission.is_alive if submission else None
     report = latest_report(run, submission.attempt if submission else None)
     may_start = submission and (
         submission.requeue_reason or (submission.end and submission.end.exit_code)
@@ -339,6 +342,10 @@ def _full_detail(
             " more than a minute ago, but still running. See where its ranks are with 'clusterddp "
             f"stacks {run.cli_name}', or end it now with 'clusterddp cancel {run.cli_name}'"
         )
+    if state == RunState.RUNNING and hold.is_hold(run):
+        room = Room.of(events.read(run.events))
+        idle = f"idle since {formatting.moment(room.idle_since)}" if room.idle_since else ""
+        return "; ".join(filter(None, (idle, room.describe())))
     if state == RunState.RUNNING and (at := _latest_attempt(run)):
         return ", ".join(filter(None, (detail, _describe_hang(at))))
     return detail

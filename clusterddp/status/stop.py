@@ -200,7 +200,9 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> CancelR
     job = status.array_task or submission.job_id
     name = formatting.job(job, submission.launcher)
     try:
-        if not submission.is_local:
+        if submission.is_held:
+            pass  # its keeper reads the record
+        elif not submission.is_local:
             send(job)
         elif submission.pid is not None:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
@@ -213,6 +215,8 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> CancelR
             ) from None
         raise
     who = name if submission.is_local else f"Slurm ({name})"
+    if submission.is_held:
+        who = f"its controller in {name}, which continues,"
     return CancelResult(run.name, submission.job_id, True, f"{run.name}: asked {who} to end it")
 
 
@@ -254,6 +258,8 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
         attempt.ask_to_stop("stop")
     command = run.load_spec().command
     has_loop = attempt is not None and attempt.record.exists()  # a Loop sees the stop file
+    if command and submission.is_held:
+        return f"its controller in job {submission.job_id} sends SIGUSR1 to its command"
     if command and not submission.is_local:
         job = status.array_task or submission.job_id
         try:

@@ -31,6 +31,7 @@ from clusterddp.request.spec import (
     CONDITIONS,
     DEFAULT_TEMPLATE,
     DIRECTIVES,
+    IN_ALLOCATION,
     OWN_PYTHON,
     REQUEST,
     STAGE_OFF,
@@ -131,6 +132,9 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
         "slurm_folder": slurm_folder(),
         "signal": "" if values.get("signal") == "none" else values.get("signal"),
     }
+    is_open = given.source("launcher") == DEFAULT
+    if is_open and (values.get("in_hold") or forms.in_salloc_shell(given.environ)):
+        fields["launcher"] = IN_ALLOCATION
     staging = fields.get("stage_env", STAGE_OFF)
     if staging == STAGE_OFF or given.source("stage_env") == FLAG:
         return JobSpec(**fields)
@@ -334,6 +338,10 @@ def remarks(spec: JobSpec) -> tuple[str, ...]:
         )
     elif 0 < gpus < tasks:
         found.append(f"{tasks // gpus} ranks share each GPU, its time and its memory")
+    if spec.launcher == IN_ALLOCATION and spec.requeue:
+        found.append(
+            "requeue is off inside an allocation: resume the run yourself if it must continue"
+        )
     if spec.launcher == "local":
         if spec.preflight not in (None, NO_PREFLIGHT):
             found.append(f"--preflight {spec.preflight} has no effect with --launcher local")

@@ -17,7 +17,7 @@ from clusterddp import formatting, launchers, log
 from clusterddp.errors import CheckpointError, RequestError, coded
 from clusterddp.files import write_atomically
 from clusterddp.request.options import Record
-from clusterddp.request.spec import REQUEST, JobSpec
+from clusterddp.request.spec import IN_ALLOCATION, REQUEST, JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep, format_trial, is_array
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
@@ -298,7 +298,7 @@ def _check_start(before: JobSpec, plan: Resumption, own_code: Path | None, terms
     question = ask_for_partitions(spec) if spec.resources != before.resources else None
     if (spec.python, spec.controller_python) != (before.python, before.controller_python):
         check_pythons(spec)
-    has_queue = spec.launcher != "local"
+    has_queue = spec.launcher not in ("local", IN_ALLOCATION)
     if has_queue:
         bad_nodes.reject_bad_nodelist(Path(spec.run_dir).parent, spec.resources)
     if spec.after:  # before records are written

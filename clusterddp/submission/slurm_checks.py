@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from clusterddp import formatting, log
 from clusterddp.errors import OptionError, RequestError, SlurmError
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import IN_ALLOCATION, JobSpec
 from clusterddp.slurm import forms
 from clusterddp.slurm.site import ArrayLimits, Partition
 
@@ -103,7 +103,7 @@ def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
 
 def check_directives(spec: JobSpec) -> None:
     """Warn of a directive that sbatch does not have; a plugin of the site may add it."""
-    if not spec.sbatch or spec.launcher == "local":
+    if not spec.sbatch or spec.launcher in ("local", IN_ALLOCATION):
         return
     from clusterddp.scripts import sbatch_file  # needed only here
 

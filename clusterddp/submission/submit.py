@@ -17,7 +17,7 @@ from clusterddp.errors import OptionError, RequestError, SlurmError, coded
 from clusterddp.launchers import SentJob, load, notice_job
 from clusterddp.log import info, warning
 from clusterddp.request.options import is_reference
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import IN_ALLOCATION, JobSpec
 from clusterddp.request.sweep import is_array
 from clusterddp.run import bad_nodes, events
 from clusterddp.run.run_dir import RunDir, SweepDir, remove_created, run_folders
@@ -78,10 +78,10 @@ def forecast(spec: JobSpec, script: str, *, check_python: bool = False, force: b
     Raises RequestError if the request is invalid or Slurm refuses it, SlurmError if Slurm cannot
     be asked.
     """
-    if spec.launcher == "local":
+    if spec.launcher in ("local", IN_ALLOCATION):
         raise OptionError(
             "--test-only",
-            " conflicts with --launcher local, which has no Slurm to ask. Remove one of them.",
+            f" conflicts with --launcher {spec.launcher}, which has no queue. Remove one of them.",
         )
     _check(spec, script, check_python=check_python, force=force, fetch=False)
     if spec.after:
@@ -221,7 +221,7 @@ def check_commands(
 
 def ask_for_partitions(spec: JobSpec) -> Question | None:
     """Start asking Slurm for its partitions; return None if they do not matter."""
-    if spec.launcher == "local" or "clusters" in dict(spec.sbatch):
+    if spec.launcher in ("local", IN_ALLOCATION) or "clusters" in dict(spec.sbatch):
         return None
     return Question(os.environ)
 

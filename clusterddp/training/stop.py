@@ -19,7 +19,7 @@ from types import FrameType
 from clusterddp import log
 from clusterddp.errors import EXIT_FAILED
 from clusterddp.log import warning
-from clusterddp.ranks.variables import is_rehearsal, slurm_job_name
+from clusterddp.ranks.variables import HELD_VARIABLE, is_rehearsal, slurm_job_name
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
 from clusterddp.run.records import Liveness
 
@@ -253,6 +253,8 @@ def poll_time_limit(deadline: Deadline, environ: Mapping[str, str]) -> None:
 
 def seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
     """Return the job's remaining seconds by slurmctld's clock, or by this host's without squeue."""
+    if held_until := environ.get(HELD_VARIABLE):
+        return float(held_until) - time.time()
     from clusterddp.slurm import client as slurm  # a task's parent does not need it
 
     left = None if is_rehearsal(environ) else slurm.seconds_left(slurm_job_name(environ, job_id))

@@ -10,7 +10,7 @@ from contextlib import suppress
 from clusterddp import log, polling
 from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import host_name, is_rehearsal, slurm_job_name
+from clusterddp.ranks.variables import has_queue, host_name, slurm_job_name
 from clusterddp.run import events
 from clusterddp.run.attempt import LIVENESS_TIMEOUT, Attempt
 from clusterddp.run.history import (
@@ -33,7 +33,7 @@ def requeue_if_lost(attempt: Attempt, env: DistEnv) -> None:
     once if rank 0 has failed on the controller's host.
     """
     job_id = os.environ.get("SLURM_JOB_ID", "")
-    if not job_id or env.local_rank or is_rehearsal(os.environ):
+    if not job_id or env.local_rank or not has_queue(os.environ):
         return
     with suppress(ClusterDDPError, OSError):
         script_host = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))[0]

@@ -1,0 +1,114 @@
+"""Records of a hold: a run whose job only keeps nodes, in which other runs start at once.
+
+A request to start a run is a file with a new name in the hold's directory; a signal to its batch
+process says that there is one. The hold answers in its own events. The reader opens this file for
+each look, so no cached directory of a network file system delays the answer.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clusterddp import files
+from clusterddp.run.events import Event, LostInHold, RunInHold, Started
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm.forms import hosts_of
+
+_FOLDER = "requests"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request to start a run in a hold."""
+
+    run: str
+    """Its directory."""
+    nodes: int = 1
+    nodelist: str = ""
+    """Nodes that it names, in Slurm's form."""
+    folder: str = ""
+    """Directory in which the user typed the command."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """The user's variables, as sbatch would pass them."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Nodes of a hold, and the runs on them."""
+
+    nodes: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    runs: dict[str, RunInHold] = field(default_factory=dict)
+    """Active runs, by the names of their requests."""
+    idle_since: float | None = None
+    """When the last run ended, or the hold began; None while a run is active."""
+
+    @classmethod
+    def of(cls, history: Sequence[Event]) -> "Room":
+        """Return the room since the latest start of the hold's job."""
+        nodes: tuple[str, ...] = ()
+        lost: tuple[str, ...] = ()
+        runs: dict[str, RunInHold] = {}
+        since: float | None = None
+        for event in history:
+            if isinstance(event, Started):
+                nodes, lost, runs, since = tuple(hosts_of(event.nodelist)), (), {}, event.time
+            elif isinstance(event, LostInHold):
+                lost = (*lost, *event.nodes)
+            elif isinstance(event, RunInHold) and event.nodelist:
+                runs[event.request] = event
+            elif isinstance(event, RunInHold) and event.request in runs:
+                del runs[event.request]
+                since = event.time
+        return cls(nodes, lost, runs, None if runs else since)
+
+    @property
+    def free(self) -> list[str]:
+        """Nodes without a run."""
+        busy = {node for event in self.runs.values() for node in hosts_of(event.nodelist)}
+        return [node for node in self.nodes if node not in busy and node not in self.lost]
+
+    def choose(self, nodes: int, nodelist: str) -> list[str]:
+        """Return nodes for a run, first from the nodelist; none if too few are free."""
+        named = hosts_of(nodelist)
+        if not {*named} <= {*self.free}:
+            return []
+        chosen = [*named, *(node for node in self.free if node not in named)][:nodes]
+        return chosen if len(chosen) == nodes else []
+
+    def describe(self) -> str:
+        """Say which nodes are free, and where which run is."""
+        free = self.free
+        words = [f"{Path(event.run).name} on {event.nodelist}" for event in self.runs.values()]
+        words.append(f"free: {', '.join(free)}" if free else "no node is free")
+        words += [f"lost: {', '.join(self.lost)}"] if self.lost else []
+        return "; ".join(words)
+
+
+def is_hold(run: RunDir) -> bool:
+    """Return whether a run's directory is that of a hold."""
+    return (run.path / _FOLDER).is_dir()
+
+
+def prepare(run: RunDir) -> None:
+    """Make the directory of a hold's requests. Raises OSError."""
+    run.make(run.path / _FOLDER)
+
+
+def ask(hold: RunDir, request: Request) -> str:
+    """Write a request, and return its name. Raises OSError."""
+    name = f"{Path(request.run).name}-{os.urandom(4).hex()}.json"
+    files.write_record(hold.path / _FOLDER / name, vars(request))
+    return name
+
+
+def take(hold: RunDir) -> Iterator[tuple[str, Request]]:
+    """Yield the requests and their names, in the order of the names, and remove them."""
+    for path in sorted((hold.path / _FOLDER).glob("*.json")):
+        request = files.read(Request, path)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        if request:
+            yield path.name, request

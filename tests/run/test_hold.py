@@ -1,0 +1,68 @@
+"""The records of a hold: its requests, and what its events say of its nodes."""
+
+from pathlib import Path
+
+import pytest
+
+from clusterddp.run import hold
+from clusterddp.run.events import Event, LostInHold, RunInHold, Started
+from clusterddp.run.hold import Request, Room
+from clusterddp.run.run_dir import RunDir
+
+BEGAN = Started(time=10.0, nodelist="h[01-03]")
+A = RunInHold(time=20.0, run="/jobs/a", request="a-1.json", nodelist="h01")
+A_ENDED = RunInHold(time=30.0, run="/jobs/a", request="a-1.json")
+REFUSED = RunInHold(time=25.0, run="/jobs/b", request="b-1.json", why="no node is free")
+
+
+@pytest.mark.parametrize(
+    ("history", "free", "idle_since"),
+    [
+        ([], [], None),
+        ([BEGAN], ["h01", "h02", "h03"], 10.0),
+        ([BEGAN, A], ["h02", "h03"], None),
+        ([BEGAN, A, REFUSED], ["h02", "h03"], None),
+        ([BEGAN, REFUSED], ["h01", "h02", "h03"], 10.0),
+        ([BEGAN, A, LostInHold(nodes=("h02",)), A_ENDED], ["h01", "h03"], 30.0),
+        ([BEGAN, A, Started(time=50.0, nodelist="h04")], ["h04"], 50.0),
+    ],
+)
+def test_the_events_tell_which_nodes_are_free(
+    history: list[Event], free: list[str], idle_since: float | None
+) -> None:
+    room = Room.of(history)
+    assert (room.free, room.idle_since) == (free, idle_since)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nodelist", "chosen"),
+    [
+        (1, "", ["h02"]),
+        (2, "", ["h02", "h03"]),
+        (3, "", []),
+        (1, "h03", ["h03"]),
+        (2, "h03", ["h03", "h02"]),
+        (1, "h01", []),
+        (1, "h99", []),
+    ],
+)
+def test_a_run_gets_whole_free_nodes_or_none(nodes: int, nodelist: str, chosen: list[str]) -> None:
+    assert Room.of([BEGAN, A]).choose(nodes, nodelist) == chosen
+
+
+def test_a_description_names_runs_free_and_lost_nodes() -> None:
+    room = Room.of([BEGAN, A, LostInHold(nodes=("h02",))])
+    assert room.describe() == "a on h01; free: h03; lost: h02"
+
+
+def test_a_request_is_taken_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "h")
+    assert not hold.is_hold(run)
+    hold.prepare(run)
+    request = Request("/jobs/a", 2, "h01", "/home", {"TOKEN": "s'e\ncret"})
+    name = hold.ask(run, request)
+    assert hold.is_hold(run)
+    assert (run.path / "requests" / name).stat().st_mode & 0o777 == 0o600
+    (run.path / "requests" / "broken.json").write_text("[")
+    assert list(hold.take(run)) == [(name, request)]
+    assert list(hold.take(run)) == []
