@@ -367,6 +367,7 @@ class LostInHold(Event):
 
     kind: ClassVar[str] = "lost_in_hold"
     nodes: tuple[str, ...] = ()
+    """Names of the nodes."""
 
 
 def read(path: Path) -> list[Event]:

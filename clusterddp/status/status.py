@@ -311,7 +311,7 @@ def _judge(
     if job and submission and not submission.is_held and belongs_to_other_run(run, job):
         job = JobState(State.UNKNOWN)
     if submission and submission.is_held and submission.end:
-        job = None  # it goes on after the run
+        job = None  # it outlives the run
     alive = submission.is_alive if submission else None
     report = latest_report(run, submission.attempt if submission else None)
     may_start = submission and (

@@ -34,7 +34,7 @@ def test_everything_is_printed_and_the_exit_code_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "code"),
     [(["submit", "--node=2"], "CD0101"), (["submit", "--time=soon"], "CD0102"),
-     (["status", "nothing"], "CD0501"), (["explain", "CD0420"], "CD0101")],
+     (["status", "nothing"], "CD0501"), (["explain", "CD0499"], "CD0101")],
 )  # fmt: skip
 def test_a_refusal_ends_with_its_code(argv: list[str], code: str, tmp_path: Path) -> None:
     refused = command(*argv, cwd=tmp_path)
@@ -49,7 +49,7 @@ def test_a_refusal_ends_with_its_code(argv: list[str], code: str, tmp_path: Path
      (["submit", "--node=2"], "no such option '--node'. Did you mean '--nodes'?"),
      (["status", "--lines=3"], "no such option '--lines'. Did you mean 'clusterddp logs --lines'?"),
      (["submit", "--nodes=x"], "--nodes: 'x' is not valid. Use a whole number from 1 to 1000000."),
-     (["submit", "--launcher=x"], "--launcher: 'x' is not one of sbatch, submitit, local."),
+     (["submit", "--launcher=x"], "--launcher: 'x' is not one of sbatch, submitit, local, held."),
      (["runs", "-n0"], "--last: 0 is not valid. Use 1 or more."),
      (["completion", "tcsh"], "SHELL: 'tcsh' is not one of bash, zsh, fish.")],
 )  # fmt: skip
