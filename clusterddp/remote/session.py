@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import secrets
 import select
 import shlex
@@ -34,6 +35,11 @@ _NEEDS_TREE = frozenset(
 )
 _ASKS = frozenset({"cancel", "clean", "rm"})
 """Commands that ask a question on the terminal."""
+_SUGGESTING = ("submit", "resume", "status")
+"""Commands whose output, not only their messages, suggests others."""
+_SUGGESTED = re.compile(
+    rb"\bclusterddp( (?:status|logs|cancel|stop|resume|stacks|report|checkpoints|runs) )"
+)
 _PASSED_ON = ("COLUMNS", "LINES", "NO_COLOR", "LANG", "LC_ALL", "TZ")
 
 
@@ -135,6 +141,8 @@ class _Session:
             }
         ).encode()
         self._reads = "-" in argv or (next(iter(argv), "") in _ASKS and os.isatty(0))
+        command = next(iter(argv), "")
+        self._is_verbatim = command not in _SUGGESTING or "--dry-run" in argv
         self._begun = False
 
     def run(self) -> int:
@@ -175,7 +183,9 @@ class _Session:
         for got in self._frames(ssh, to, reader):
             kind, content = got
             if kind in (frames.OUT, frames.ERR):
-                frames.write(1 if kind == frames.OUT else 2, content)
+                is_out = kind == frames.OUT
+                shown = content if is_out and self._is_verbatim else self._named(content)
+                frames.write(1 if is_out else 2, shown)
             elif kind == frames.TREE and self._tree:
                 frames.write(to, frames.frame(frames.MANIFEST, self._tree.content))
             elif kind == frames.WANTED and self._tree:
@@ -191,6 +201,11 @@ class _Session:
             f"the connection to {self._cluster.host} was lost. "
             + (words if self._begun else "The command may have begun.")
         )
+
+    def _named(self, content: bytes) -> bytes:
+        """Return a message with this cluster in the commands that it suggests."""
+        here = f"clusterddp --on {shlex.quote(self._cluster.name)}".encode()
+        return _SUGGESTED.sub(lambda found: here + found[1], content)
 
     def _frames(
         self, ssh: subprocess.Popen[bytes], to: int, reader: frames.Reader

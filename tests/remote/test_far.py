@@ -103,6 +103,13 @@ def test_a_submission_is_completed_without_its_connection(host: Host) -> None:
     assert calls.read_text() == "x\n"
 
 
+def test_suggested_commands_name_the_cluster(host: Host) -> None:
+    with_sbatch(host, "")
+    answer = host.run(*SUBMIT, "named", "--", "true")
+    assert "  logs       clusterddp --on big logs -f named\n" in answer.stdout
+    assert "clusterddp --on big" not in host.run("submit", "--dry-run", "--", "true").stdout
+
+
 CUT = """
 import os, select, subprocess, sys
 left, argv = int(sys.argv[1]), sys.argv[2:]
