@@ -18,10 +18,16 @@ _PACKAGES = ("clusterddp", "click", "jinja2", "markupsafe", "tomli")
 # Python 2.7 must parse it too, as for a run's bundle.
 _MAIN = '''\
 """Run one command for a user on another machine."""
-import sys
+import os, sys
 
 if sys.version_info < (3, 10):
-    sys.exit("clusterddp: %s is Python %s; 3.10 or later is needed" % (sys.executable, sys.version))
+    version = sys.version.split()[0]
+    sys.stderr.write(
+        "clusterddp: %s there is Python %s; clusterddp needs 3.10 or later. Set python = PATH in "
+        "the cluster's section of site.cfg. [CD1403]\\n" % (sys.executable, version)
+    )
+    os.write(1, b"x\\0\\0\\0\\1" + b"2")  # a frame: exit code 2
+    sys.exit(2)
 from clusterddp.__main__ import main as command
 from clusterddp.remote.far import main
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from clusterddp.remote import frames, tree
+from clusterddp.remote import frames
 
 _SUBMITS = ("submit", "resume")
 _CHANGES = ("stop", "cancel", "clean", "rm", "data", "bad-nodes", "site", "templates", "env")
@@ -72,6 +72,8 @@ def _tree(near: frames.Reader, trees: Path, digest: str) -> Path | None:
     if (trees / digest).is_dir() and manifest.is_file():
         os.utime(manifest)  # it is in use
         return trees / digest
+    from clusterddp.remote import tree  # an unchanged tree needs none of it
+
     frames.write(1, frames.frame(frames.TREE))
 
     def ask(wanted: list[str]) -> None:

@@ -5,6 +5,8 @@ The user's configuration of ssh applies: keys, ProxyJump, ControlMaster. Nothing
 unless it is known not to have begun.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import json
@@ -16,16 +18,18 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.remote import client, frames
 from clusterddp.remote import cluster as clusters
 from clusterddp.remote.cluster import Cluster
-from clusterddp.remote.tree import Tree
+
+if TYPE_CHECKING:
+    from clusterddp.remote.tree import Tree
 
 _START = Path(__file__).with_name("start.sh")
 # One byte at a time: dash before 0.5.13 would read beyond its script, and head may, too.
@@ -54,26 +58,15 @@ def run(name: str, argv: Sequence[str]) -> int:
 
     Raises RequestError, or ConnectionError.
     """
-    from clusterddp.remote import tree
-    from clusterddp.submission.fields import generate_name
-
     here = Path.cwd()
     cluster = clusters.find(name, os.environ, here)
-    words, command = [*argv], next(iter(argv), "")
-    code = None
-    if command in _NEEDS_TREE:
-        _refuse(name, words)
-        code = tree.of(here, _limit_mb(words))
-    run_name = ""
-    if command == "submit":
-        run_name = generate_name("run")
-        words.insert(1, f"--run-name={run_name}")  # a typed one comes later and wins
-    environ = {**cluster.variables, **_environ(words)}
+    _refuse(name, argv)
+    session = _Session(cluster, argv, here)
     try:
-        return _Session(cluster, words, environ, code).run()
+        return session.run()
     except ConnectionError as error:
-        if run_name:
-            run_name = _typed(words, "--run-name")[-1]
+        if argv[0] == "submit" and session.is_sent:
+            run_name = _typed(session.words, "--run-name")[-1]
             raise ConnectionError(
                 f"{error} To see whether the run exists: clusterddp --on {shlex.quote(name)} "
                 f"status {shlex.quote(run_name)}"
@@ -125,25 +118,14 @@ def _is_shown() -> bool:
 class _Session:
     """One command on a cluster."""
 
-    def __init__(
-        self, cluster: Cluster, argv: Sequence[str], environ: Mapping[str, str], tree: Tree | None
-    ) -> None:
-        self._cluster, self._tree = cluster, tree
+    def __init__(self, cluster: Cluster, argv: Sequence[str], here: Path) -> None:
+        self._cluster, self.words, self._here = cluster, [*argv], here
+        self._command = next(iter(argv), "")
         self._marker = f"clusterddp-{secrets.token_hex(8)}"
-        self._header = json.dumps(
-            {
-                "argv": [_bytes(word) for word in argv],
-                "environ": {name: _bytes(value) for name, value in environ.items()},
-                "terminals": [os.isatty(each) for each in range(3)],
-                "tree": tree.digest if tree else "",
-                "workdir": _bytes(tree.workdir) if tree else "",
-                "commit": tree.commit if tree else "",
-            }
-        ).encode()
-        self._reads = "-" in argv or (next(iter(argv), "") in _ASKS and os.isatty(0))
-        command = next(iter(argv), "")
-        self._is_verbatim = command not in _SUGGESTING or "--dry-run" in argv
-        self._begun = False
+        self._tree: Tree | None = None
+        self._reads = "-" in argv or (self._command in _ASKS and os.isatty(0))
+        self._is_verbatim = self._command not in _SUGGESTING or "--dry-run" in argv
+        self._begun = self.is_sent = False
 
     def run(self) -> int:
         """Run it, and carry the client if the cluster lacks it; return the exit code.
@@ -156,6 +138,7 @@ class _Session:
             to, reader = ssh.stdin.fileno(), frames.Reader(ssh.stdout.fileno())
             with contextlib.suppress(BrokenPipeError):  # its end of stdout shows
                 frames.write(to, script)
+                header = self._prepared()
                 said = self._hear(reader)
                 if said == "client":
                     content = client.archive()
@@ -163,8 +146,9 @@ class _Session:
                     frames.write(to, f"{len(content)}\n".encode() + content)
                     said = self._hear(reader)
                 if said == "ready":
+                    self.is_sent = True
                     with contextlib.suppress(BrokenPipeError):
-                        frames.write(to, frames.frame(frames.HEADER, self._header))
+                        frames.write(to, frames.frame(frames.HEADER, header))
                     return self._follow(ssh, to, reader)
                 if said:
                     raise _start_error(self._cluster, said)
@@ -174,6 +158,28 @@ class _Session:
             f"ssh {self._cluster.host} ended with exit code {code} before the command began. "
             f"Nothing was done there. Check: ssh {shlex.quote(self._cluster.host)} true"
         )
+
+    def _prepared(self) -> bytes:
+        """List the tree and name the run while ssh connects; return the header."""
+        if self._command in _NEEDS_TREE:
+            from clusterddp.remote import tree
+
+            self._tree = tree.of(self._here, _limit_mb(self.words))
+        if self._command == "submit":
+            from clusterddp.submission.fields import generate_name
+
+            self.words.insert(1, f"--run-name={generate_name('run')}")  # a typed one wins
+        environ = {**self._cluster.variables, **_environ(self.words)}
+        return json.dumps(
+            {
+                "argv": [_bytes(word) for word in self.words],
+                "environ": {name: _bytes(value) for name, value in environ.items()},
+                "terminals": [os.isatty(each) for each in range(3)],
+                "tree": self._tree.digest if self._tree else "",
+                "workdir": _bytes(self._tree.workdir) if self._tree else "",
+                "commit": self._tree.commit if self._tree else "",
+            }
+        ).encode()
 
     def _hear(self, reader: frames.Reader) -> str:
         return (reader.after_line(self._marker.encode()) or b"").decode(errors="replace")
@@ -283,7 +289,7 @@ def _ssh(host: str, command: str) -> Iterator[subprocess.Popen[bytes]]:
         signal.signal(signal.SIGINT, before)
     try:
         yield process
-    except KeyboardInterrupt:
+    except BaseException:
         process.terminate()
         raise
     finally:

@@ -47,8 +47,8 @@ if [ -z "$python" ]; then
     mv "clients/python.$$" clients/python
     . ./clients/python </dev/null >&2
   fi
-elif ! fits "$python"; then
-  say "python $python: $("$python" -V 2>&1 </dev/null)"
+elif ! command -v "$python" >/dev/null; then
+  say "python there is no $python"
   exit 1
 fi
 if [ ! -d "clients/$version" ]; then

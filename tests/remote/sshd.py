@@ -8,13 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin") or ""
 
 
-def why_unavailable() -> str | None:
-    """What keeps a test from connecting here, or None."""
+def require() -> None:
+    """Skip without OpenSSH; fail instead if CLUSTERDDP_REQUIRE_SLURM is 1."""
     missing = [name for name in ("ssh", "ssh-keygen") if not shutil.which(name)]
-    return ", ".join([*missing, *(["sshd"] * (not SSHD))]) or None
+    missing += [] if SSHD else ["sshd"]
+    message = f"not installed: {missing}. apt-get install openssh-server openssh-client"
+    if missing and os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1":
+        pytest.fail(message)
+    if missing:
+        pytest.skip(message)
 
 
 class Host:
@@ -62,10 +69,24 @@ class Host:
             f"StrictModes no\nUsePAM no\nPidFile none\nForceCommand {wrapper}\n"
         )
 
-    def site(self, *lines: str) -> None:
+    def listen(self, address: str, *lines: str) -> None:
+        """Configure a sshd that listens, for `sshd -D`, and let ssh connect to it."""
+        self._server.write_text(
+            f"ListenAddress {address}:22\nHostKey {self.folder}/host\nStrictModes no\nUsePAM no\n"
+            + "\n".join(
+                [f"AuthorizedKeysFile {self.folder}/authorized", "PidFile none", *lines, ""]
+            )
+        )
+        (self.folder / "config").write_text(
+            f"Host near\n HostName {address}\n HostKeyAlias near\n"
+            f" IdentityFile {self.folder}/user\n UserKnownHostsFile {self.folder}/known_hosts\n"
+            " ServerAliveInterval 1\n ServerAliveCountMax 3\n"
+        )
+
+    def site(self, *lines: str, python: str = sys.executable) -> None:
         """Write the section [cluster:big] of the home's site.cfg, with more lines."""
         path = self.folder / "home/.config/clusterddp/site.cfg"
-        own = f"host = near\nfolder = {self.there}\npython = {sys.executable}"
+        own = f"host = near\nfolder = {self.there}" + (f"\npython = {python}" if python else "")
         path.write_text("\n".join(["[cluster:big]", own, *lines, ""]))
 
     def environ(self, **more: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -73,3 +74,42 @@ def test_what_is_no_host_is_refused(host: Host, name: str) -> None:
     answer = host.run("runs", on=name)
     assert answer.returncode == 2
     assert host.connections() == 0
+
+
+def python_that_is_old(host: Host, name: str) -> str:
+    path = host.folder / name
+    path.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -c 'import runpy, sys; sys.version_info = (3, 6, 8)\n"
+        'if sys.argv[1] == "-c": sys.exit(1)\n'
+        'runpy.run_path(sys.argv[1], run_name="__main__")\' "$@"\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_old_python_of_the_section_is_named(host: Host) -> None:
+    host.site(python=python_that_is_old(host, "old"))
+    answer = host.run("runs")
+    assert answer.returncode == 2
+    assert "clusterddp needs 3.10 or later" in answer.stderr
+    assert "[CD1403]" in answer.stderr
+
+
+def test_a_python_is_looked_for_and_remembered(host: Host) -> None:
+    folder = host.folder / "pythons"
+    folder.mkdir()
+    python_that_is_old(host, "pythons/python3")
+    (folder / "python3.12").symlink_to(python_that_is_old(host, "pythons/python"))
+    (folder / "python3.11").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "python3.11").chmod(0o755)
+    host.site(f"before = PATH={folder}:$PATH", python="")
+    assert host.run("explain", "CD1403").returncode == 0
+    assert (host.there / "clients/python").read_text() == "python=python3.11\n"
+
+
+def test_a_secret_is_sent_and_on_no_command_line(host: Host) -> None:
+    answer = host.run(*DRY_RUN, "--env", "TOKEN", "--", "true", TOKEN="s3cret")
+    assert answer.returncode == 0, answer.stderr
+    assert "s3cret" not in answer.stdout
+    refused = host.run(*DRY_RUN, "--env", "TOKEN", "--", "true")
+    assert refused.returncode == 2, "without it here, it is not there either"
