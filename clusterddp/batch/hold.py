@@ -23,9 +23,9 @@ from clusterddp.run.history import History, withdrawal_cause
 from clusterddp.run.hold import Request, Room
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
+from clusterddp.slurm.allocation import allocated
 from clusterddp.slurm.client import Ending
 from clusterddp.slurm.forms import hosts_of
-from clusterddp.slurm.site import nodes as nodes_of
 
 _POLL_SECONDS = 10.0
 """Interval in which the nodes, and requests whose signal was lost, are looked for."""
@@ -80,11 +80,12 @@ class _Hold:
             elif room.idle_since and time.time() - room.idle_since >= idle_seconds:
                 why = f"being idle for {formatting.setting(idle_seconds)}"
             else:
-                for name, request in hold.take(self._run):
-                    self._begin(name, request)
-                if time.monotonic() >= next_look:
+                requests = [*hold.take(self._run)]
+                if requests or time.monotonic() >= next_look:
                     next_look = time.monotonic() + _POLL_SECONDS
                     self._note_lost(room)
+                for name, request in requests:
+                    self._begin(name, request)
         while self._keepers:  # they record their results
             self._signals.wait(_POLL_SECONDS)
             self._signals.take()
@@ -123,28 +124,29 @@ class _Hold:
 
     def _reap(self) -> None:
         """Record the runs that have ended."""
-        active = Room.of(events.read(self._run.events)).runs
-        for name, keeper in [*self._keepers.items()]:
-            if keeper.poll() is not None:
-                del self._keepers[name]
-                of_run = active.get(name, RunInHold(request=name))
-                self._record(replace(of_run, job_id="", time=None, nodelist=""))
-                log.info(f"{Path(of_run.run).name} has ended with code {keeper.returncode}")
+        ended = {n: k.returncode for n, k in self._keepers.items() if k.poll() is not None}
+        room = Room.of(events.read(self._run.events))
+        if any(ended.values()):
+            self._note_lost(room)  # which may be why
+        for name, code in ended.items():
+            del self._keepers[name]
+            of_run = room.runs.get(name, RunInHold(request=name))
+            self._record(replace(of_run, nodelist=""))
+            log.info(f"{Path(of_run.run).name} has ended with code {code}")
 
     def _note_lost(self, room: Room) -> None:
         """Record lost nodes, and log the runs that end with them."""
         try:
-            known = nodes_of(os.environ.get("SLURM_JOB_PARTITION", ""), os.environ)
+            left = allocated(self._job_id)  # with --no-kill, Slurm shrinks the job
         except SlurmError:
             return
-        is_lost = {node.name for node in known if node.is_lost}
-        lost = tuple(node for node in room.nodes if node in is_lost and node not in room.lost)
+        lost = tuple(node for node in room.nodes if node not in left and node not in room.lost)
         if not lost:
             return
         self._record(LostInHold(nodes=lost))
         log.info(f"lost: {', '.join(lost)}")
         for event in room.runs.values():
-            if is_lost.intersection(hosts_of(event.nodelist)):
+            if {*lost}.intersection(hosts_of(event.nodelist)):
                 log.info(f"{Path(event.run).name} ends with it")
 
     def _record(self, event: events.Event) -> None:

@@ -115,3 +115,20 @@ def test_an_idle_hold_ends(cluster: SlurmCluster, folder: Path) -> None:
     clusterddp(cluster, folder, "hold", "--run-name", "lab", "--idle", "1s", "--time", "20")
     wait_for(lambda: state(cluster, folder, "lab").startswith("stopped"), "the end of the hold")
     assert "by being idle for 1s" in state(cluster, folder, "lab")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_hold_keeps_its_other_node_after_a_loss(cluster: SlurmCluster, folder: Path) -> None:
+    first, lost = cluster.hosts
+    clusterddp(cluster, folder, "hold", "--nodes", "2", "--run-name", "lab", "--time", "20")
+    submit_in(cluster, folder, "a", "--nodelist", lost)
+    wait_for_rank(folder, "a")
+    cluster.run(["scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test"], check=True)
+    wait_for(lambda: f"lost: {lost}" in state(cluster, folder, "lab"), "the loss to be seen")
+    wait_for(lambda: state(cluster, folder, "a").startswith("failed"), "the end of a")
+    (folder / "end-b").touch()
+    submit_in(cluster, folder, "b", "--wait")
+    assert wait_for_rank(folder, "b") == f"rank 0 on {first}"
+    assert "a ends with it" in (folder / "jobs/lab/logs/job.log").read_text()
+    cluster.run(["scontrol", "update", f"NodeName={lost}", "State=RESUME"])
