@@ -28,8 +28,8 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 43_910, 31_500),
-    Row("modules", 237, 185),
+    Row("code lines", 44_110, 31_500),
+    Row("modules", 239, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
     Row(f"{_ENTERED}a submission", 34, 24),

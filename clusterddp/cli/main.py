@@ -43,6 +43,7 @@ COMMANDS = {
     "stacks": "Show where each rank of a running job is.",
     "checkpoints": "List and verify the checkpoints of a run.",
     "report": "Show results of runs, also as an HTML page.",
+    "fetch": "Copy the results of a run from a cluster.",
     "hold": "Hold nodes, in which runs start at once.",
     "release": "End a hold.",
     "resume": "Resume a run from its last checkpoint.",
@@ -69,7 +70,7 @@ COMMANDS = {
 }
 _GROUPS = {
     "Run": "submit debug train compare hold release",
-    "Watch": "runs status logs stacks checkpoints report",
+    "Watch": "runs status logs stacks checkpoints report fetch",
     "Resume and clean up": "resume stop cancel clean rm",
     "Your scripts": "check import exec env",
     "This site": "doctor site templates bad-nodes data explain completion",
@@ -88,7 +89,7 @@ QUICK = {
 """Commands that read, print and exit; `submit` calls `enable_gc` itself if it does more."""
 
 
-_FORWARDED = "clusterddp.forwarded"
+_FORWARDED, ON = "clusterddp.forwarded", "clusterddp.on"
 
 
 class LazyGroup(click.Group):
@@ -123,9 +124,12 @@ class LazyGroup(click.Group):
         name = ctx.params.pop("on", None)
         if name is not None:
             enable_gc()
-            from clusterddp.remote.session import run
+            words = ctx.meta[_FORWARDED]
+            if words[:1] != ["fetch"] or "--pack" in words:
+                from clusterddp.remote.fleet import run
 
-            return run(name, ctx.meta[_FORWARDED])
+                return run(name, words)
+            ctx.meta[ON] = name
         return super().invoke(ctx)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -160,7 +164,9 @@ class LazyGroup(click.Group):
     "checkpoint, can resume; 130 interrupted.",
 )
 @click.option(
-    "--on", metavar="NAME", help="Run the command on a cluster, by ssh: a host or a [cluster:NAME]."
+    "--on",
+    metavar="NAME",
+    help="Run the command on a cluster, by ssh: a host or a [cluster:NAME]; all; any.",
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:

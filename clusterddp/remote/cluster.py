@@ -49,6 +49,14 @@ class Cluster:
         return found[1].replace("~", "$HOME"), found[2] or ""
 
 
+def with_hosts(environ: Mapping[str, str], folder: Path) -> list[Cluster]:
+    """Return the clusters of site.cfg that have a host. Raises RequestError."""
+    path = find_site(None, environ, folder)
+    names = read_site(path, None, OPTIONS).clusters
+    hosts = {name for name in names if "host" in read_site(path, name, OPTIONS).place}
+    return [find(name, environ, folder) for name in names if name in hosts]
+
+
 def find(name: str, environ: Mapping[str, str], folder: Path) -> Cluster:
     """Return the cluster of a section of site.cfg, or else of a host.
 

@@ -74,6 +74,11 @@ def run(name: str, argv: Sequence[str]) -> int:
         raise
 
 
+def reach(host: str) -> list[str]:
+    """Return the command that logs in and does nothing; it asks for no password."""
+    return ["ssh", *_options_for(host), "-oBatchMode=yes", "-T", "-x", "--", host, "true"]
+
+
 def _refuse(name: str, words: Sequence[str]) -> None:
     if "--no-snapshot" in _options(words):
         raise RequestError(

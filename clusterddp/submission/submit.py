@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,6 +88,14 @@ def forecast(spec: JobSpec, script: str, *, check_python: bool = False, force: b
     if spec.after:
         chain.check(chain.check_awaited(spec), spec)
     return slurm_checks.forecast(script)
+
+
+def seconds_until(words: str) -> float | None:
+    """Return how far a forecast's start is by this machine's clock; None if it gives none."""
+    found = re.search(r"to start at (\d[\d-]+T[\d:]+)", words)
+    if not found:
+        return None
+    return max((datetime.fromisoformat(found[1]) - datetime.now()).total_seconds(), 0.0)
 
 
 def _check(

@@ -173,7 +173,8 @@ def _test(given: Given, spec: JobSpec, script: str, *, as_json: bool) -> int:
 
     asked = {name: given.values[name] for name in ("check_python", "force")}
     words = submit.forecast(spec, script, **asked)
-    fields = {"run": spec.run_name, "run_dir": spec.run_dir, "forecast": words}
+    fields: dict[str, object] = {"run": spec.run_name, "run_dir": spec.run_dir, "forecast": words}
+    fields["start_in_seconds"] = submit.seconds_until(words)
     text = f"{spec.run_name} is valid, and was not submitted. Slurm says: {words}"
     click.echo(json.dumps(fields) if as_json else text)
     return EXIT_DONE
