@@ -1,5 +1,6 @@
-"""What the wheel carries: the package, and the templates inside it."""
+"""What the wheels carry: the package, and the templates inside it."""
 
+import importlib.util
 import subprocess
 import sys
 import zipfile
@@ -12,11 +13,14 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def build(project: Path, folder: Path) -> Path:
     pytest.importorskip("hatchling", reason="builds the wheel without a network")
-    folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
-        cwd=ROOT, check=True, capture_output=True,
+        cwd=project, check=True, capture_output=True,
     )  # fmt: skip
     [built] = folder.glob("*.whl")
     return built
@@ -52,3 +56,31 @@ def test_templates_are_found_from_an_installed_wheel(wheel: Path, tmp_path: Path
         check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
     assert shown.strip() == str(tmp_path / "site/clusterddp/templates")
+
+
+def test_the_client_starts_where_nothing_else_is_installed(tmp_path: Path) -> None:
+    """-S: Python without its site-packages, among them torch."""
+    site, tools, work = (tmp_path / name for name in ("site", "bin", "work"))
+    zipfile.ZipFile(build(ROOT / "client", tmp_path)).extractall(site)
+    for name in ("click", "jinja2", "markupsafe", *(["tomli"] * (sys.version_info < (3, 11)))):
+        spec = importlib.util.find_spec(name)
+        assert spec and spec.origin
+        (site / name).symlink_to(Path(spec.origin).parent)
+    for folder in (tools, work):
+        folder.mkdir()
+    (tools / "ssh").write_text("#!/bin/sh\nexit 255\n")
+    (tools / "ssh").chmod(0o755)
+
+    def run(*argv: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-S", "-m", "clusterddp", *argv],
+            env={"PYTHONPATH": str(site), "PATH": str(tools), "HOME": str(tmp_path)},
+            cwd=work, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    assert "submit" in run("--help").stdout
+    for command in (["runs"], ["submit", "--nodes", "2", "--", "python", "train.py"]):
+        answer = run("--on", "near", *command)
+        assert answer.returncode == 1
+        assert "Nothing was done there" in answer.stderr
+    assert "torch" not in " ".join(each.name for each in site.iterdir())
