@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import termios
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -20,8 +21,11 @@ from typing import NoReturn
 from clusterddp.remote import frames
 
 _SUBMITS = ("submit", "resume")
-_CHANGES = ("stop", "cancel", "clean", "rm", "data", "bad-nodes", "site", "templates", "env")
-"""Commands that continue without a connection; a submission until it is made."""
+_CHANGES = (
+    *("stop", "cancel", "clean", "rm", "data", "bad-nodes", "site", "templates", "hold", "release"),
+    *_SUBMITS,
+)
+"""Commands that continue without a connection; a submission that waits, until it is made."""
 
 
 def main(run: Callable[[], NoReturn]) -> NoReturn:
@@ -49,6 +53,10 @@ def main(run: Callable[[], NoReturn]) -> NoReturn:
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
+    try:  # before it begins: the user is told whether it has
+        frames.write(1, frames.frame(frames.BEGUN))
+    except OSError:
+        sys.exit(1)
     ours, theirs = zip(*map(_ends, range(3), header["terminals"]), strict=True)
     child = os.fork()
     if not child:
@@ -57,8 +65,9 @@ def main(run: Callable[[], NoReturn]) -> NoReturn:
     os.setpgid(child, child)  # here, too: a signal may come at once
     for descriptor in theirs:
         os.close(descriptor)
-    frames.write(1, frames.frame(frames.BEGUN))
-    _serve(near, child, woken, ours, argv[0] if argv else "")
+    command = argv[0] if argv else ""
+    waits = command in _SUBMITS and "--wait" in argv[: [*argv, "--"].index("--")]
+    _serve(near, child, woken, ours, continues=command in _CHANGES and not waits, waits=waits)
 
 
 def _text(word: str) -> str:
@@ -123,12 +132,21 @@ def _become(argv: list[str], folder: Path, environ: Mapping[str, str], ends: Seq
 
 
 def _serve(
-    near: frames.Reader, child: int, woken: int, ends: Sequence[int], command: str
+    near: frames.Reader,
+    child: int,
+    woken: int,
+    ends: Sequence[int],
+    *,
+    continues: bool,
+    waits: bool,
 ) -> NoReturn:
-    """Pass input, output and signals on until the command ends; report its exit code."""
+    """Pass input, output and signals on until the command ends; report its exit code.
+
+    continues: the command is not ended for a lost connection. waits: it is, once it has printed.
+    """
     stdin, *outputs = ends
     kinds = dict(zip(outputs, (frames.OUT, frames.ERR), strict=True))
-    is_lost, is_ending, shown, silent, ended = False, False, False, 0.0, False
+    is_lost, shown, silent, ended, kills_at = False, not waits, 0.0, False, 0.0
     for descriptor in outputs:
         os.set_blocking(descriptor, False)
     while not ended:
@@ -144,9 +162,15 @@ def _serve(
         is_lost = is_lost or (0 in ready and not near.fill()) or silent > frames.LOST_SECONDS
         while got := near.ready():
             _obey(got, child, stdin)
-        if is_lost and (shown if command in _SUBMITS else command not in _CHANGES):
-            _interrupt(child, signal.SIGKILL if is_ending else signal.SIGINT)
-            is_ending = True
+        if is_lost and stdin >= 0:  # a question gets no answer any more
+            with contextlib.suppress(OSError):
+                os.close(stdin)
+            stdin = -1
+        if is_lost and shown and not continues and not kills_at:
+            _interrupt(child)
+            kills_at = time.monotonic() + frames.BEAT_SECONDS
+        elif kills_at and time.monotonic() > kills_at:
+            _interrupt(child, signal.SIGKILL)
         if woken in ready:
             os.read(woken, 1 << 10)
             pid, status = os.waitpid(child, os.WNOHANG)
@@ -184,7 +208,9 @@ def _obey(got: tuple[bytes, bytes], child: int, stdin: int) -> None:
         with contextlib.suppress(OSError):  # it no longer reads
             if content:
                 frames.write(stdin, content)
-            elif not os.isatty(stdin):
+            elif os.isatty(stdin):
+                frames.write(stdin, b"\x04")  # Ctrl-D
+            else:
                 os.close(stdin)
 
 

@@ -18,7 +18,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 _START = Path(__file__).with_name("start.sh")
 # One byte at a time: dash before 0.5.13 would read beyond its script, and head may, too.
 _COMMAND = "exec /bin/sh -c 'eval \"$(dd bs=1 count={} 2>/dev/null)\"'"
-_NEEDS_TREE = frozenset(
-    {"submit", "resume", "check", "import", "debug", "train", "compare", "templates"}
-)
+_NEEDS_TREE = frozenset({"submit", "resume", "check", "import", "templates"})
+_TRAINS = frozenset({"debug", "train", "compare", "exec"})
 _ASKS = frozenset({"cancel", "clean", "rm"})
 """Commands that ask a question on the terminal."""
 _SUGGESTING = ("submit", "resume", "status")
@@ -64,14 +63,17 @@ def run(name: str, argv: Sequence[str]) -> int:
     session = _Session(cluster, argv, here)
     try:
         return session.run()
-    except ConnectionError as error:
-        if argv[0] == "submit" and session.is_sent:
-            run_name = _typed(session.words, "--run-name")[-1]
-            raise ConnectionError(
-                f"{error} To see whether the run exists: clusterddp --on {shlex.quote(name)} "
-                f"status {shlex.quote(run_name)}"
-            ) from None
-        raise
+    except (ConnectionError, KeyboardInterrupt) as error:
+        if argv[:1] != ["submit"] or not session.is_sent:
+            raise
+        run_name = shlex.quote(_typed(session.words, "--run-name")[-1])
+        how = (
+            f"To see whether the run exists: clusterddp --on {shlex.quote(name)} status {run_name}"
+        )
+        if isinstance(error, KeyboardInterrupt):
+            log.info(how)
+            raise
+        raise ConnectionError(f"{error} {how}") from None
 
 
 def reach(host: str) -> list[str]:
@@ -80,9 +82,16 @@ def reach(host: str) -> list[str]:
 
 
 def _refuse(name: str, words: Sequence[str]) -> None:
+    """Raise RequestError for what a login node that was only lent clusterddp cannot do."""
     if "--no-snapshot" in _options(words):
         raise RequestError(
             f"--no-snapshot: with --on {name} a run works in its own copy of the code. [CD1401]"
+        )
+    command = next(iter(words), "")
+    if command in _TRAINS or "local" in _typed(words, "--launcher"):
+        raise RequestError(
+            f"--on {name}: {command} would train on the login node. Type it on this machine, or "
+            "use submit without --launcher local. [CD1401]"
         )
 
 
@@ -100,11 +109,13 @@ def _typed(words: Sequence[str], flag: str) -> list[str]:
     ]
 
 
-def _limit_mb(words: Sequence[str]) -> float:
+def _limit_mb(words: Sequence[str], variables: Mapping[str, str]) -> float:
     from clusterddp.submission.snapshot import LIMIT_MB
 
+    name = "CLUSTERDDP_SNAPSHOT_LIMIT"
+    sites = variables.get(name, os.environ.get(name, str(LIMIT_MB)))
     with contextlib.suppress(ValueError):
-        return float([str(LIMIT_MB), *_typed(words, "--snapshot-limit")][-1])
+        return float([sites, *_typed(words, "--snapshot-limit")][-1])
     return LIMIT_MB  # the cluster's command refuses it
 
 
@@ -141,23 +152,21 @@ class _Session:
         with _ssh(self._cluster.host, _COMMAND.format(len(script))) as ssh:
             assert ssh.stdin and ssh.stdout
             to, reader = ssh.stdin.fileno(), frames.Reader(ssh.stdout.fileno())
-            with contextlib.suppress(BrokenPipeError):  # its end of stdout shows
-                frames.write(to, script)
-                header = self._prepared()
+            _write(to, script)
+            header = self._prepared()
+            said = self._hear(reader)
+            if said == "client":
+                content = client.archive()
+                log.info(f"carrying clusterddp to {self._cluster.host}")
+                _write(to, f"{len(content)}\n".encode() + content)
                 said = self._hear(reader)
-                if said == "client":
-                    content = client.archive()
-                    log.info(f"carrying clusterddp to {self._cluster.host}")
-                    frames.write(to, f"{len(content)}\n".encode() + content)
-                    said = self._hear(reader)
-                if said == "ready":
-                    self.is_sent = True
-                    with contextlib.suppress(BrokenPipeError):
-                        frames.write(to, frames.frame(frames.HEADER, header))
-                    return self._follow(ssh, to, reader)
-                if said:
-                    raise _start_error(self._cluster, said)
-            ssh.stdin.close()
+            if said == "ready":
+                self.is_sent = True
+                _write(to, frames.frame(frames.HEADER, header))
+                return self._follow(ssh, to, reader)
+            if said:
+                raise _start_error(self._cluster, said)
+            _close(ssh.stdin)
             code = ssh.wait()
         raise ConnectionError(
             f"ssh {self._cluster.host} ended with exit code {code} before the command began. "
@@ -169,7 +178,7 @@ class _Session:
         if self._command in _NEEDS_TREE:
             from clusterddp.remote import tree
 
-            self._tree = tree.of(self._here, _limit_mb(self.words))
+            self._tree = tree.of(self._here, _limit_mb(self.words, self._cluster.variables))
         if self._command == "submit":
             from clusterddp.submission.fields import generate_name
 
@@ -198,13 +207,13 @@ class _Session:
                 shown = content if is_out and self._is_verbatim else self._named(content)
                 frames.write(1 if is_out else 2, shown)
             elif kind == frames.TREE and self._tree:
-                frames.write(to, frames.frame(frames.MANIFEST, self._tree.content))
+                _write(to, frames.frame(frames.MANIFEST, self._tree.content))
             elif kind == frames.WANTED and self._tree:
                 self._carry(to, json.loads(content))
             elif kind == frames.BEGUN:
                 self._begun = True
                 if not self._reads:
-                    frames.write(to, frames.frame(frames.INPUT))
+                    _write(to, frames.frame(frames.INPUT))
             elif kind == frames.EXIT:
                 return int(content)
         words = "The command continues there unless it only shows something."
@@ -231,11 +240,11 @@ class _Session:
                 reads = [0] if self._begun and self._reads else []
                 ready = select.select([out, *reads], [], [], frames.BEAT_SECONDS)[0]
                 if not ready:
-                    frames.write(to, frames.frame(frames.BEAT))
+                    _write(to, frames.frame(frames.BEAT))
                 if 0 in ready:
                     chunk = os.read(0, 1 << 16)
                     self._reads = bool(chunk)
-                    frames.write(to, frames.frame(frames.INPUT, chunk))
+                    _write(to, frames.frame(frames.INPUT, chunk))
                 if out in ready and not reader.fill():
                     return
             except KeyboardInterrupt:
@@ -243,18 +252,22 @@ class _Session:
                 if interrupts > 1 or not self._begun:
                     ssh.terminate()
                     raise
-                frames.write(to, frames.frame(frames.INTERRUPT))
-            except BrokenPipeError:
-                return
+                _write(to, frames.frame(frames.INTERRUPT))
 
     def _carry(self, to: int, wanted: list[str]) -> None:
         assert self._tree
         size = 0
         for content in self._tree.files(wanted):
             size += len(content)
-            frames.write(to, frames.frame(frames.DATA, content))
+            _write(to, frames.frame(frames.DATA, content))
         if wanted:
             log.info(f"carried {len(wanted)} files ({size / 1e6:.1f} MB) to {self._cluster.host}")
+
+
+def _write(to: int, content: bytes) -> None:
+    """Write to ssh. If it has ended, its end of stdout shows that to the reader."""
+    with contextlib.suppress(BrokenPipeError):
+        frames.write(to, content)
 
 
 def _bytes(word: str) -> str:

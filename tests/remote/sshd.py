@@ -49,7 +49,7 @@ class Host:
         (folder / "bin").mkdir()
         ssh = folder / "bin/ssh"
         ssh.write_text(
-            f'#!/bin/sh\n[ "$1" = -G ] || echo >>{self._connections}\n'
+            f'#!/bin/sh\n[ "$1" = -G ] || echo "$@" >>{self._connections}\n'
             f'exec {shutil.which("ssh")} -F {folder}/config "$@"\n'
         )
         ssh.chmod(0o755)
@@ -103,8 +103,12 @@ class Host:
             capture_output=True, text=True, errors="surrogateescape", timeout=120, check=False,
         )  # fmt: skip
 
+    def command_lines(self) -> list[str]:
+        """Return those of the sessions of ssh that began since `connections` was asked."""
+        return self._connections.read_text().splitlines()
+
     def connections(self) -> int:
         """How many sessions of ssh began since this was last asked."""
-        count = len(self._connections.read_text()) if self._connections.exists() else 0
+        count = len(self.command_lines()) if self._connections.exists() else 0
         self._connections.unlink(missing_ok=True)
         return count

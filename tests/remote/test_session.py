@@ -1,7 +1,9 @@
 """Commands on a cluster, through a real ssh and sshd."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -107,9 +109,36 @@ def test_a_python_is_looked_for_and_remembered(host: Host) -> None:
     assert (host.there / "clients/python").read_text() == "python=python3.11\n"
 
 
+@pytest.mark.parametrize(
+    "argv", [("debug",), ("train",), ("compare",), ("submit", "--launcher=local", "--", "true")]
+)
+def test_nothing_trains_on_a_login_node(host: Host, argv: tuple[str, ...]) -> None:
+    answer = host.run(*argv)
+    assert answer.returncode == 2
+    assert "would train on the login node" in answer.stderr
+    assert host.connections() == 0
+
+
+def test_a_reader_that_leaves_is_no_lost_connection(host: Host) -> None:
+    """As `clusterddp --on big explain CD0401 | true`: the pipe is closed before there is output."""
+    host.run("explain", "CD0401")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        process = subprocess.run(
+            [sys.executable, "-m", "clusterddp", "--on", "big", "explain", "CD0401"],
+            cwd=host.work, env=host.environ(), stdin=subprocess.DEVNULL, stdout=closed,
+            stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert process.returncode
+    assert "Nothing was done" not in process.stderr
+
+
 def test_a_secret_is_sent_and_on_no_command_line(host: Host) -> None:
     answer = host.run(*DRY_RUN, "--env", "TOKEN", "--", "true", TOKEN="s3cret")
     assert answer.returncode == 0, answer.stderr
     assert "s3cret" not in answer.stdout
+    assert "near exec /bin/sh" in host.command_lines()[-1]
+    assert "s3cret" not in " ".join(host.command_lines())
     refused = host.run(*DRY_RUN, "--env", "TOKEN", "--", "true")
     assert refused.returncode == 2, "without it here, it is not there either"
