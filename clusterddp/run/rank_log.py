@@ -36,8 +36,8 @@ class RankLog:
             return self.path.is_file()
         rank = named[1].encode()
         for node in self._asked.parent.glob("node-*.log"):
-            labels = _LABEL.match, files.read_tail(node, _LOOK_BYTES).splitlines()
-            if any(found and found[1] == rank for found in map(*labels)):
+            looked = _head(node).splitlines() + files.read_tail(node, _LOOK_BYTES).splitlines()
+            if any(found and found[1] == rank for found in map(_LABEL.match, looked)):
                 self.path, self._rank = node, rank
                 return True
         return False
@@ -57,3 +57,12 @@ class RankLog:
         """Read the output in the last `most` bytes of the file; none if it cannot be read."""
         content = files.read_tail(self.path, most)
         return b"".join(self.own(content.splitlines(keepends=True)))
+
+
+def _head(path: Path) -> bytes:
+    """Read the first bytes: a rank that was silent for long has its lines there."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_LOOK_BYTES)
+    except OSError:
+        return b""

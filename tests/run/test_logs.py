@@ -11,6 +11,7 @@ from clusterddp.run.attempt import (
     write_attempt_dividers,
     write_restart_divider,
 )
+from clusterddp.run.rank_log import RankLog
 from clusterddp.run.run_dir import RunDir
 
 
@@ -91,3 +92,9 @@ def test_a_rank_has_its_lines_of_its_nodes_log(run: RunDir) -> None:
     assert read_attempt_log(run.rank_log(2), 2) == ""
     add(run, 1, "1: of its own log\n")
     assert read_attempt_log(run.rank_log(1), 1) == "1: of its own log\n"
+
+
+def test_a_rank_that_is_long_silent_has_its_lines(run: RunDir) -> None:
+    of_node(run, 0, "1: early\n" + "0: " + "x" * 3_000_000 + "\n")
+    assert RankLog(run.rank_log(1)).find()
+    assert not RankLog(run.rank_log(2)).find()
