@@ -66,6 +66,8 @@ def _runs(argv: Sequence[str]) -> int:
     elif found:
         rows = [("CLUSTER", "NAME", "STATE", "JOBID", "STEP", "DETAIL"), *map(_row, found)]
         click.echo(formatting.table(rows))
+    else:
+        click.echo("no runs")
     silent = {name: why for name, (_, why) in answers.items() if why}
     for name, why in silent.items():
         log.warning(f"{name} did not answer: {why} [CD1402]")

@@ -20,7 +20,11 @@ def make_run(host: Host, name: str) -> Path:
 
 
 def test_results_are_fetched_without_checkpoints(host: Host, tmp_path: Path) -> None:
-    make_run(host, "first")
+    run = make_run(host, "first")
+    (run / "code").mkdir()
+    for name in ("code/train.py", "clusterddp-0.1.1-abc.pyz"):
+        (run / name).touch()
+    (run / "workdir").symlink_to("code")
     answer = host.run("fetch", "first", f"--to={tmp_path}")
     assert answer.returncode == 0, answer.stderr
     found = {path.name for path in tmp_path.rglob("*") if path.is_file()}

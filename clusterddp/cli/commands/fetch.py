@@ -16,7 +16,7 @@ from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION
 from clusterddp.errors import EXIT_DONE, RequestError
 from clusterddp.status.find import find_run
 
-_LEFT = ("checkpoints", "code", "clusterddp.pyz", "current", "workdir")
+_LEFT = ("checkpoints", "code", "__pycache__")
 """Not results, or large: fetched only by a PATTERN."""
 
 
@@ -76,7 +76,7 @@ def _pack(folder: Path, patterns: Sequence[str]) -> None:
 def _chosen(folder: Path, patterns: Sequence[str]) -> Iterator[str]:
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
-        usual = name.split("/")[0] not in _LEFT
+        usual = name.split("/")[0] not in _LEFT and path.suffix != ".pyz"
         fits = any(fnmatchcase(name, each) for each in patterns) if patterns else usual
         if fits and path.is_file() and not path.is_symlink():
             yield name
