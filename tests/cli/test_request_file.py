@@ -80,7 +80,9 @@ OF_RUNS = {name: argv for name, argv in SCRIPTS.items() if "--sweep" not in argv
     "all of a training": TRAINING,
     "all around a command": AROUND,
 }
-ABOUT_ANOTHER = {"after", "recipe", "init-from", "find-batch-size", "runs-dir", "template-dir"}
+ABOUT_ANOTHER = {
+    *("after", "in-hold", "recipe", "init-from", "find-batch-size", "runs-dir", "template-dir")
+}
 """Options with tests of their own, of which a request holds what they lead to."""
 
 

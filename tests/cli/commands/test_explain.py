@@ -45,7 +45,7 @@ def test_several_codes_are_explained_in_their_order() -> None:
 
 
 def test_a_code_that_there_is_not_is_refused_with_what_to_type() -> None:
-    for code in ("CD0420", "CD9999"):
+    for code in ("CD0498", "CD9999"):
         with pytest.raises(RequestError, match=f"there is no code {code}. .*: clusterddp explain"):
             explained(code)
     with pytest.raises(RequestError, match=r"no page contains 'CD0401 CD0499'"):
@@ -64,7 +64,7 @@ def test_the_file_that_a_run_carries_says_that_it_has_no_pages(
         catalogue.cache_clear()
 
 
-@pytest.mark.parametrize("asked", ["418", "exit code 418", "no page has these"])
+@pytest.mark.parametrize("asked", ["498", "exit code 498", "no page has these"])
 def test_words_and_numbers_that_are_nowhere_lead_to_troubleshooting(asked: str) -> None:
     with pytest.raises(RequestError, match=rf"^no page contains '{asked}'.*troubleshooting"):
         explained(*asked.split())
