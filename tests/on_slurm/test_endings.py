@@ -165,7 +165,7 @@ WAYS = {
     ),
     "a rank hangs until `--process-group-timeout`": Way(
         (*TWO_TASKS, *TRAINING, "--model", "model:hang", "--hang-timeout", "2s",
-         "--process-group-timeout", "10s"),
+         "--process-group-timeout", "30s"),  # after the watchdog, also under load
         launchers=OF_RANKS,
     ),
     "a setup line fails, here with 4": Way(
