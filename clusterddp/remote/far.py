@@ -53,7 +53,7 @@ def main(run: Callable[[], NoReturn]) -> NoReturn:
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
-    try:  # before it begins: the user is told whether it has
+    try:  # before it begins, so that the user knows whether it has
         frames.write(1, frames.frame(frames.BEGUN))
     except OSError:
         sys.exit(1)
