@@ -40,7 +40,7 @@ def main(run: Callable[[], NoReturn]) -> NoReturn:
     header = json.loads(first[1])
     folder = Path.cwd()
     environ = {name: _text(value) for name, value in header["environ"].items()}
-    environ.setdefault("CLUSTERDDP_RUNS_DIR", str(folder / "jobs"))
+    environ["CLUSTERDDP_RUNS_DIR"] = str(folder / environ.get("CLUSTERDDP_RUNS_DIR", "jobs"))
     if header["tree"]:
         top = _tree(near, folder / "trees", header["tree"])
         if top is None:

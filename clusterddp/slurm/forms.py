@@ -70,6 +70,9 @@ ARM_VARIABLE = "CLUSTERDDP_RUN_STACKS"
 KILL_WAIT_VARIABLE = "CLUSTERDDP_KILL_WAIT"
 """Variable with Slurm's KillWait in seconds, for the tasks; unset if unknown."""
 
+TREE_VARIABLE, COMMIT_VARIABLE = "CLUSTERDDP_TREE", "CLUSTERDDP_TREE_COMMIT"
+"""Top and commit of a work tree that was carried here without its .git (`remote.tree`)."""
+
 STAGED_VARIABLE = "CLUSTERDDP_STAGED"
 """Variable with the copy of the tasks' environment on each node, for a script's lines."""
 

@@ -24,14 +24,13 @@ from clusterddp.errors import RequestError, coded
 from clusterddp.files import load, read_file, write_atomically
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, describe_output_folder, run_folders
+from clusterddp.slurm.forms import COMMIT_VARIABLE, TREE_VARIABLE
 
 LIMIT_MB = 50.0
 """Code is smaller, even with notebooks; more means data or checkpoints missing in .gitignore."""
 MAX_FILES = 10_000
 """Maximum of files and links in a copy: a shared file system creates about 1,000 per second."""
 
-TREE_VARIABLE, COMMIT_VARIABLE = "CLUSTERDDP_TREE", "CLUSTERDDP_TREE_COMMIT"
-"""Top and commit of a work tree that was carried here without its .git (`remote.tree`)."""
 _NEVER = frozenset({".git", "__pycache__"})
 """Neither copied nor linked: the copy is not a work tree, and Python writes its own bytecode."""
 _JOBS_OUTPUT = re.compile(r"slurm-\d+(_\d+)?\.out")
