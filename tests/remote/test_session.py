@@ -142,3 +142,8 @@ def test_a_secret_is_sent_and_on_no_command_line(host: Host) -> None:
     assert "s3cret" not in " ".join(host.command_lines())
     refused = host.run(*DRY_RUN, "--env", "TOKEN", "--", "true")
     assert refused.returncode == 2, "without it here, it is not there either"
+
+
+def test_runs_of_a_relative_directory_are_not_in_the_tree(host: Host) -> None:
+    host.site("runs-dir = exp")
+    assert str(host.there / "exp") in host.run("runs").stdout
