@@ -146,4 +146,4 @@ def test_a_secret_is_sent_and_on_no_command_line(host: Host) -> None:
 
 def test_runs_of_a_relative_directory_are_not_in_the_tree(host: Host) -> None:
     host.site("runs-dir = exp")
-    assert str(host.there / "exp") in host.run("runs").stdout
+    assert str(host.there / "exp") in host.run("runs").stderr
