@@ -619,7 +619,8 @@ def test_a_test_as_json_and_of_a_training(elsewhere: Path, monkeypatch: pytest.M
     for argv in (["--", "true"], ["--sweep", "lr=1,2", "--", "true", "{lr}"], []):
         result = run("--test-only", "--json", "--run-name", "demo", *argv)
         assert json.loads(result.stdout) == {
-            "run": "demo", "run_dir": f"{elsewhere}/jobs/demo", "forecast": "to start at noon", "start_in_seconds": None,
+            "run": "demo", "run_dir": f"{elsewhere}/jobs/demo", "forecast": "to start at noon",
+            "start_in_seconds": None,
         }  # fmt: skip
         assert {path.name for path in elsewhere.iterdir()} == {"bin", "calls"}  # no data either
 
