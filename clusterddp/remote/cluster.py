@@ -15,7 +15,7 @@ _FOLDER = re.compile(r"(~|\$[A-Za-z_]\w*|)(/[^\n\0]*)?", re.ASCII)
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where and how commands are run. Raises RequestError for a host or folder that cannot be."""
+    """Place where commands run. Raises RequestError for a host or folder that cannot be used."""
 
     name: str
     """As typed after --on."""

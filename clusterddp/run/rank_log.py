@@ -26,7 +26,7 @@ class RankLog:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the file also has lines of other ranks."""
+        """Return whether the file also has lines of other ranks."""
         return bool(self._rank)
 
     def find(self) -> bool:

@@ -1,4 +1,4 @@
-"""What Slurm has allocated to a running job, node by node."""
+"""Resources that Slurm has allocated to a running job, node by node."""
 
 import re
 from collections.abc import Mapping
