@@ -57,6 +57,7 @@ def save(given: Given, spec: JobSpec, path: Path) -> list[str]:
         named[_COMMAND] = spec.command
     if path.suffix != SUFFIX:
         raise RequestError(f"--save-config {path}: the name does not end in {SUFFIX}. [CD0108]")
+    forms.refuse_carried("--save-config", os.path.abspath(path), os.environ)
     if path.exists():
         raise RequestError(
             f"--save-config {path}: the file already exists. Name another file. [CD0108]"
@@ -149,7 +150,13 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib
+        try:
+            import tomli as tomllib
+        except ImportError:  # carried by --on from a machine whose Python needs none
+            raise RequestError(
+                f"--config {path}: Python 3.10 needs tomli to read it. Use Python 3.11 or later, "
+                "or install tomli where you type --on. [CD0204]"
+            ) from None
 
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -34,7 +34,7 @@ from clusterddp.remote.far import main
 main(command)
 '''
 UNPACK = """\
-import io, os, shutil, sys, tarfile
+import io, os, shutil, sys, tarfile, tempfile
 left, content = int(sys.argv[1]), []
 while left:
     chunk = os.read(0, left)
@@ -43,12 +43,24 @@ while left:
     content.append(chunk)
     left -= len(chunk)
 target = sys.argv[2]
-draft = "%s.%d" % (target, os.getpid())
+draft = tempfile.mkdtemp(prefix=os.path.basename(target) + ".", dir="clients")
 with tarfile.open(fileobj=io.BytesIO(b"".join(content))) as archive:
-    archive.extractall(draft)
-former = ["clients/" + name for name in os.listdir("clients") if name != "python"]
-for path in sorted(former, key=lambda path: os.stat(path).st_mtime)[:-4]:
-    shutil.rmtree(path, ignore_errors=True)
+    safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    archive.extractall(draft, **safe)
+former = []
+for name in os.listdir("clients"):
+    try:
+        if not name.startswith("python"):
+            former.append((os.stat("clients/" + name).st_mtime, "clients/" + name))
+    except OSError:
+        pass  # another session has removed it
+for _, path in sorted(former)[:-4]:
+    old = "%s.old.%d" % (path, os.getpid())
+    try:
+        os.rename(path, old)  # a part would be used as the whole
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError:
+        pass
 try:
     os.rename(draft, target)
 except OSError:

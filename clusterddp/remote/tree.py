@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,8 +20,8 @@ from clusterddp.errors import RequestError
 from clusterddp.submission import snapshot
 
 IGNORE_FILE = ".clusterddpignore"
-_KEPT, _KEPT_SECONDS = 10, 7 * 86400.0
-"""Newest trees that stay, and how long the others do after their last use."""
+_KEPT, _KEPT_SECONDS, _DRAFT_SECONDS = 10, 7 * 86400.0, 86400.0
+"""Newest trees that stay, how long the others do after their last use, and what is unfinished."""
 Entry = list[object]
 """In a manifest: digest and mode of a file, or the target of a link."""
 
@@ -120,8 +121,10 @@ def receive(trees: Path, digest: str, manifest: bytes, ask: Callable[[list[str]]
     that leaves the tree, OSError if it cannot be written.
     """
     entries: dict[str, Entry] = json.loads(manifest)
-    draft = trees / f"{digest}.{os.getpid()}"
-    draft.mkdir(mode=0o700)
+    place, stored = trees / digest, trees / f"{digest}.json"
+    if place.is_dir() and not stored.is_file():  # in this order: another session writes it first
+        _discard(place)  # a part, left by a removal
+    draft = Path(tempfile.mkdtemp(prefix=f"{digest}.", dir=trees))
     try:
         paths = {_path(draft, name): entry for name, entry in entries.items()}
         for folder in {path.parent for path in paths}:
@@ -136,9 +139,9 @@ def receive(trees: Path, digest: str, manifest: bytes, ask: Callable[[list[str]]
         for path, entry in paths.items():  # last, so that no file is written through one
             if len(entry) == 1:
                 path.symlink_to(os.fsdecode(str(entry[0]).encode("latin-1")))
-        (trees / f"{digest}.json").write_bytes(manifest)
+        stored.write_bytes(manifest)
         with contextlib.suppress(OSError):  # another session was first
-            draft.rename(trees / digest)
+            draft.rename(place)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     _remove_old(trees)
@@ -155,7 +158,7 @@ def _path(draft: Path, name: str) -> Path:
 def _copy_known(trees: Path, files: dict[Path, Entry]) -> dict[str, list[Path]]:
     """Copy files that a former tree has, intact; map the other digests to their paths."""
     known: dict[object, Path] = {}
-    for manifest in sorted(trees.glob("*.json"), key=lambda path: path.stat().st_mtime)[-3:]:
+    for _, manifest in _by_age(trees.glob("*.json"))[-3:]:
         with contextlib.suppress(OSError, ValueError):
             for name, entry in json.loads(manifest.read_bytes()).items():
                 known[entry[0]] = _path(manifest.with_suffix(""), name)
@@ -178,8 +181,27 @@ def _write(path: Path, content: bytes, entry: Entry) -> None:
 
 def _remove_old(trees: Path) -> None:
     """Remove trees that were not used lately; runs have their own copies."""
-    manifests = sorted(trees.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    for manifest in manifests[:-_KEPT]:
-        if manifest.stat().st_mtime < time.time() - _KEPT_SECONDS:
+    now = time.time()
+    for used, manifest in _by_age(trees.glob("*.json"))[:-_KEPT]:
+        if used < now - _KEPT_SECONDS:
+            _discard(manifest.with_suffix(""))
             manifest.unlink(missing_ok=True)
-            shutil.rmtree(manifest.with_suffix(""), ignore_errors=True)
+    for made, path in _by_age(trees.glob("*.*")):
+        if path.suffix != ".json" and made < now - _DRAFT_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _discard(tree: Path) -> None:
+    """Remove a tree; at once for others, who would use a part of it as the whole."""
+    with contextlib.suppress(OSError):  # another session does it
+        old = tree.rename(tree.with_name(f"{tree.name}.old.{os.getpid()}"))
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _by_age(paths: Iterable[Path]) -> list[tuple[float, Path]]:
+    """Return the time of change of each path that is still there, the oldest first."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path.stat().st_mtime, path))
+    return sorted(found)

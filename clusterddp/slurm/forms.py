@@ -64,14 +64,14 @@ CODE_VARIABLE = "CLUSTERDDP_RUN_CODE"
 CODE_OF_VARIABLE = "CLUSTERDDP_RUN_CODE_OF"
 """Variable with the original directory of that copy, for the tasks."""
 
+TREE_VARIABLE, COMMIT_VARIABLE = "CLUSTERDDP_TREE", "CLUSTERDDP_TREE_COMMIT"
+"""Variables with the top and commit of a work tree that was carried here (`remote.tree`)."""
+
 ARM_VARIABLE = "CLUSTERDDP_RUN_STACKS"
 """Variable of a COMMAND; 0 with --no-stacks."""
 
 KILL_WAIT_VARIABLE = "CLUSTERDDP_KILL_WAIT"
 """Variable with Slurm's KillWait in seconds, for the tasks; unset if unknown."""
-
-TREE_VARIABLE, COMMIT_VARIABLE = "CLUSTERDDP_TREE", "CLUSTERDDP_TREE_COMMIT"
-"""Top and commit of a work tree that was carried here without its .git (`remote.tree`)."""
 
 STAGED_VARIABLE = "CLUSTERDDP_STAGED"
 """Variable with the copy of the tasks' environment on each node, for a script's lines."""
@@ -98,6 +98,24 @@ def in_salloc_shell(environ: Mapping[str, str]) -> bool:
     is_interactive = environ.get("SLURM_STEP_ID", "") == str(0xFFFFFFFA)
     is_plain = "SLURM_JOB_ID" in environ and "SLURM_PROCID" not in environ
     return BATCH_VARIABLE not in environ and (is_interactive or is_plain)
+
+
+def carried_top(folder: str, environ: Mapping[str, str]) -> str:
+    """Return the top of the carried work tree that contains a directory; empty without one."""
+    top = environ.get(TREE_VARIABLE, "")
+    return top if top and f"{folder}/".startswith(f"{top}/") else ""
+
+
+def refuse_carried(option: str, path: str, environ: Mapping[str, str]) -> None:
+    """Raise RequestError for an output in the carried work tree, which is removed later.
+
+    path: absolute.
+    """
+    if top := carried_top(path, environ):
+        raise RequestError(
+            f"{option} {path[len(top) + 1 :] or '.'!r}: with --on, that is in the cluster's copy "
+            "of your code and would be lost. Give an absolute path of the cluster. [CD1401]"
+        )
 
 
 def unstaged(paths: str, environ: Mapping[str, str]) -> str:

@@ -114,10 +114,12 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
     tasks = 0 if program.options.get("strategy", "ddp") == "ddp" else 1
     resources = changed_resources(Resources(), values, tasks)
     environment, passed = environment_of(given.environment, values["env"])
+    runs_dir = os.path.abspath(values["runs_dir"])
+    forms.refuse_carried("--runs-dir", runs_dir, os.environ)
     fields = {
         **_fields_of(values),
         "run_name": run_name,
-        "run_dir": f"{os.path.abspath(values['runs_dir'])}/{run_name}",
+        "run_dir": f"{runs_dir}/{run_name}",
         "resources": resources,
         **program.fields,
         "sweep": sweep,

@@ -24,8 +24,8 @@ from clusterddp.run import attempt as attempts
 from clusterddp.run import bad_nodes, events
 from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir, SweepDir, checkpoint_step, newest_checkpoint
+from clusterddp.slurm import forms
 from clusterddp.slurm.client import query
-from clusterddp.slurm.forms import TREE_VARIABLE
 from clusterddp.slurm.site import array_limits
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status import chain
@@ -201,9 +201,9 @@ def _changed(
 def submission_folder_of(run: RunDir) -> Iterator[None]:
     """Enter the directory of the run's first submission: a command's relative paths need it."""
     folder, here = History.read(run).folder, Path.cwd()
-    carried = os.environ.get(TREE_VARIABLE)
-    if carried and Path(folder).is_relative_to(Path(carried).parent):
-        folder = ""  # a former tree is old, and may be gone: this one was carried now
+    carried = forms.carried_top(str(here), os.environ)
+    if carried and (run.code.is_dir() or Path(folder).is_relative_to(Path(carried).parent)):
+        folder = str(Path(carried, run.workdir_name))  # a former tree is old, and may be gone
     if folder and Path(folder) != here:
         try:
             os.chdir(folder)

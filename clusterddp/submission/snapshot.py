@@ -24,7 +24,7 @@ from clusterddp.errors import RequestError, coded
 from clusterddp.files import load, read_file, write_atomically
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, describe_output_folder, run_folders
-from clusterddp.slurm.forms import COMMIT_VARIABLE, TREE_VARIABLE
+from clusterddp.slurm import forms
 
 LIMIT_MB = 50.0
 """Code is smaller, even with notebooks; more means data or checkpoints missing in .gitignore."""
@@ -154,8 +154,7 @@ def top_of(folder: Path) -> Path:
     Return the directory itself if it is not in a work tree, git ignores it, or the home directory
     is within the work tree.
     """
-    carried = os.environ.get(TREE_VARIABLE)
-    if carried and folder.is_relative_to(carried):
+    if carried := forms.carried_top(str(folder), os.environ):
         return Path(carried)
     try:
         prefix, _ = _git(str(folder), "rev-parse", "--show-prefix")
@@ -179,7 +178,7 @@ def take(
 ) -> Snapshot:
     """Copy the code in a directory to a new, private directory.
 
-    tree: in a git work tree, all files that git tracks or does not ignore, including those of
+    tree: in a git work tree, all files that git tracks or does not ignore, including files of
         submodules and nested repositories; elsewhere all files. Never __pycache__, environments,
         node_modules, runs or dataset directories (with `MNIST/raw`).
     target: must not exist, but its parent must. Anything skipped in a copied directory is linked
@@ -501,20 +500,23 @@ def plan_of(
         raise RequestError(f"{tree} is not a directory: there is no code to copy. [CD0312]")
     excluded = _names_below(top, exclude)
     folders = _Folders(top, excluded, workdir)
-    listed, without_git = _git_names(top)
+    carried = forms.carried_top(top, os.environ)
+    listed, without_git = (_carried_names(top, carried), "") if carried else _git_names(top)
     if not listed:
         # An enclosing repository, for example of the home directory, ignores this directory.
         without_git = without_git or "git ignores the whole directory"
-    commit = _git_head(top) if listed else os.environ.get(COMMIT_VARIABLE, "")
+    commit = _git_head(top) if listed and not carried else ""
+    commit = os.environ.get(forms.COMMIT_VARIABLE, "") if carried else commit
+    names = listed if listed or carried else _walk(top, "", folders)
     items: dict[str, Item] = {}
-    for name in _files(top, listed or _walk(top, "", folders), folders):
+    for name in _files(top, names, folders):
         if skip(name):
             continue
         if item := _measure(top, name):
             items[name] = item
         if len(items) > 10 * MAX_FILES:
             break  # perhaps a home directory: enough files to name the largest directories
-    large = _large(items, limit_mb)
+    large = () if carried else _large(items, limit_mb)  # it is removed before the run's end
     items = {name: item for name, item in items.items() if name not in large}
     _check_limits(top, items, limit_mb, without_git)
     for name, item in items.items():
@@ -528,6 +530,8 @@ def _links(plan: Plan) -> dict[str, str]:
 
     Includes git-ignored paths, and empty directories, which the code may write to.
     """
+    if forms.carried_top(plan.tree, os.environ):
+        return {}  # what is not in its manifest is not the user's
     folders = {"", *(parent for name in plan.items for parent in _parents(name))}
     links = {}
     for folder in folders:
@@ -717,6 +721,20 @@ def _unreadable(tree: str, name: str, problem: str | None) -> RequestError:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
+
+
+def _carried_names(folder: str, top: str) -> list[str]:
+    """List the files of a directory in a carried tree by its manifest, as git would.
+
+    No git is asked: the tree has none, and one around it has its own rules.
+    """
+    try:
+        manifest = json.loads(Path(f"{top}.json").read_bytes())
+    except OSError as error:
+        raise _unreadable(top, "", error.strerror) from None
+    start = f"{folder[len(top) + 1 :]}/" if folder != top else ""
+    names = (os.fsdecode(name.encode("latin-1")) for name in manifest)
+    return [name[len(start) :] for name in names if name.startswith(start)]
 
 
 def _git_names(folder: str) -> tuple[list[str], str]:

@@ -207,6 +207,13 @@ def test_debug_takes_the_training_of_a_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert "it has a command" in refused("debug", "--config", "of-command")
 
 
+def test_without_tomli_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("a.toml").write_text("nodes = 2\n")
+    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
+    monkeypatch.setitem(sys.modules, "tomli", None)
+    assert "needs tomli" in refused("submit", "--config", "a.toml", "--dry-run", "--", "true")
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
 @pytest.mark.parametrize("value", [*CARRIED, "new\nline", "bell\a", "\x7f", 1e-05, 3, True])
 def test_what_is_written_is_toml(value: object) -> None:

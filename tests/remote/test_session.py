@@ -119,6 +119,31 @@ def test_nothing_trains_on_a_login_node(host: Host, argv: tuple[str, ...]) -> No
     assert host.connections() == 0
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("submit", "--runs-dir", "mine", "--", "true"), "--runs-dir 'mine'"),
+        (("submit", "--dry-run", "--save-config", "a.toml", "--", "true"), "--save-config"),
+        (("templates", "copy", "ddp.sbatch.j2"), "TARGET 'ddp.sbatch.j2'"),
+    ],
+)
+def test_no_output_is_lost_in_the_carried_code(
+    host: Host, argv: tuple[str, ...], said: str
+) -> None:
+    answer = host.run(*argv)
+    assert answer.returncode == 2
+    assert said in answer.stderr
+    assert "Give an absolute path of the cluster. [CD1401]" in answer.stderr
+    assert {path.name for path in (host.there / "trees").glob("*/*")} <= {"train.py", "new.py"}
+
+
+def test_the_sections_runs_dir_is_below_the_clusters_folder(host: Host) -> None:
+    host.site("runs-dir = mine")
+    answer = host.run(*DRY_RUN, "--force", "--", "true")
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["run_dir"] == str(host.there / "mine/x")
+
+
 def test_a_reader_that_leaves_is_no_lost_connection(host: Host) -> None:
     """As `clusterddp --on big explain CD0401 | true`: the pipe is closed before there is output."""
     host.run("explain", "CD0401")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from clusterddp.errors import RequestError
-from clusterddp.remote import tree
+from clusterddp.remote import client, tree
+from clusterddp.submission import snapshot
 from tests.hostile import CARRIED
 from tests.remote.sshd import Host
 
@@ -132,6 +136,97 @@ def test_old_trees_are_removed(top: Path, trees: Path) -> None:
     (top / "train.py").write_text("last")
     carry(tree.of(top, 50), trees)
     assert len([path for path in trees.iterdir() if path.is_dir()]) == 10
+
+
+def test_a_part_of_a_tree_is_replaced(top: Path, trees: Path) -> None:
+    there, _ = carry(tree.of(top, 50), trees)
+    there.with_suffix(".json").unlink()
+    (there / "train.py").rename(there / "left")
+    carry(tree.of(top, 50), trees)
+    assert [path.name for path in there.iterdir()] == ["train.py"]
+    assert sorted(trees.iterdir()) == [there, there.with_suffix(".json")]
+
+
+def test_a_tree_that_another_session_has_stored_stays(top: Path, trees: Path) -> None:
+    there, _ = carry(tree.of(top, 50), trees)
+    (there / "in use").touch()
+    carry(tree.of(top, 50), trees)
+    assert (there / "in use").exists()
+    assert sorted(trees.iterdir()) == [there, there.with_suffix(".json")]
+
+
+def test_what_another_session_removes_meanwhile_is_passed_over(top: Path, trees: Path) -> None:
+    (trees / "gone.json").symlink_to("nothing")  # listed, but stat finds nothing
+    there, _ = carry(tree.of(top, 50), trees)
+    assert (there / "train.py").is_file()
+
+
+def test_unfinished_trees_are_removed_after_a_day(top: Path, trees: Path) -> None:
+    for name, age in (("d.abc", 90_000), ("d.old.7", 90_000), ("d.new", 0)):
+        (trees / name).mkdir()
+        at = time.time() - age
+        os.utime(trees / name, (at, at))
+    carry(tree.of(top, 50), trees)
+    assert [path.name for path in trees.glob("d.*")] == ["d.new"]
+
+
+@pytest.mark.parametrize("folder", ["", "sub"])
+def test_a_run_copies_what_was_carried_and_nothing_else(
+    top: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    around = tmp_path / "around"
+    (around / "trees").mkdir(parents=True)
+    subprocess.run(["git", "init", "-q", around], check=True)
+    (around / ".gitignore").write_text("*.csv\n")
+    (top / "sub").mkdir()
+    names = {os.fsdecode(name) for name in (b"sub/caf\xe9", b"sub/data.csv", b"sub/a b.py")}
+    for name in names:
+        (top / name).write_text(name, errors="surrogateescape")
+    there, _ = carry(tree.of(top, 50), around / "trees")
+    (there / "sub/stray.toml").write_text("another command's")
+    (there / "sub/strays").mkdir()
+    monkeypatch.setenv("CLUSTERDDP_TREE", str(there))
+    monkeypatch.setenv("CLUSTERDDP_TREE_COMMIT", "c0ffee")
+    assert snapshot.top_of(there / "sub") == there
+    taken = snapshot.take(there / folder, tmp_path / "code")
+    expected = {name.removeprefix(f"{folder}/") for name in names | {"train.py"} - {folder}}
+    if folder:
+        expected -= {"train.py"}
+    assert {*taken.digests} == expected
+    assert taken.commit == "c0ffee"
+    assert not [*(tmp_path / "code").rglob("stray*")]
+
+
+def unpack(folder: Path, content: bytes) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", client.UNPACK, str(len(content)), "clients/new"],
+        cwd=folder, input=content, capture_output=True, check=False,
+    )  # fmt: skip
+
+
+def test_clients_that_another_session_removes_meanwhile_are_passed_over(tmp_path: Path) -> None:
+    clients = tmp_path / "clients"
+    clients.mkdir()
+    (clients / "gone").symlink_to("nothing")
+    for number in range(6):
+        (clients / str(number)).mkdir()
+        os.utime(clients / str(number), (number, number))
+    answer = unpack(tmp_path, client.archive())
+    assert answer.returncode == 0, answer.stderr
+    assert {path.name for path in clients.iterdir()} == {"gone", "new", "3", "4", "5"}
+    assert (clients / "new/far.py").is_file()
+
+
+@pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="a Python without filters")
+def test_a_client_cannot_leave_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "clients").mkdir()
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as members:
+        member = tarfile.TarInfo()
+        member.name = f"{tmp_path}/out"
+        members.addfile(member)
+    unpack(tmp_path, content.getvalue())
+    assert not (tmp_path / "out").exists()
 
 
 _MAC = """

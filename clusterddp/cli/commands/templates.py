@@ -1,5 +1,6 @@
 """`clusterddp templates`: lists, shows and copies the shipped sbatch templates."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import click
 
 from clusterddp.errors import RequestError
 from clusterddp.launchers import SHIPPED, full_name
+from clusterddp.slurm import forms
 
 
 class ShippedName(click.Choice):  # type: ignore[type-arg] # not generic before click 8.2
@@ -62,6 +64,7 @@ def copy(name: str, target: Path) -> None:
     Exit codes: 0 copied, 2 no such template, or TARGET exists or cannot be written.
     """
     path = target / name if target.is_dir() else target
+    forms.refuse_carried("TARGET", os.path.abspath(path), os.environ)
     try:
         with path.open("x") as file:
             file.write(_read(name))

@@ -662,6 +662,26 @@ def test_the_folder_is_taken_as_it_is_now(workplace: Workplace) -> None:
     assert "copy" not in accepted(workplace, "one", *root, "--dry-run").err
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_carried_tree_is_used_and_not_the_former_one(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, is_gone: bool
+) -> None:
+    run, former, trees = copied(workplace), Path.cwd(), workplace.folder / "trees"
+    first, *others = read_events(run)
+    lines = [json.dumps(each) for each in ({**first, "folder": str(former)}, *others)]
+    run.events.write_text("\n".join([*lines, ""]))
+    carried = trees / "abc"
+    carried.mkdir(parents=True)
+    (carried / "train.py").write_text("print(3)\n")
+    (trees / "abc.json").write_text(json.dumps({"train.py": ["", 0o644]}))
+    monkeypatch.setenv("CLUSTERDDP_TREE", str(carried))
+    monkeypatch.chdir(carried)
+    if is_gone:
+        former.rename(former.with_name("gone"))
+    accepted(workplace, "one", "--runs-dir", str(workplace.root), "--refresh-code")
+    assert code_of(run) == {"train.py": "print(3)\n", "state": "step 7"}
+
+
 def test_a_refused_submission_has_its_former_code_back(workplace: Workplace) -> None:
     run = copied(workplace)
     root = ["--runs-dir", str(workplace.root)]
