@@ -8,7 +8,6 @@ while, when the user releases it, or when Slurm ends its job.
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from clusterddp import formatting, log, version
 from clusterddp.batch.controller import ScriptOutput, Signals, child_setup
 from clusterddp.errors import SlurmError
+from clusterddp.request.spec import IN_ALLOCATION
 from clusterddp.run import events, hold
 from clusterddp.run.attempt import print_to_job_log
 from clusterddp.run.events import Cause, LostInHold, RunInHold
@@ -56,6 +56,8 @@ class _Hold:
         self._job_id, nodelist = os.environ["SLURM_JOB_ID"], os.environ["SLURM_JOB_NODELIST"]
         self._keepers: dict[str, subprocess.Popen[bytes]] = {}
         """Processes by the names of their requests."""
+        history = History.read(run).events  # a start would withdraw an earlier 'release'
+        self._is_released = bool(withdrawal_cause(history, self._job_id))
         log.info(f"{run.name} holds {nodelist} as job {self._job_id}")
         self._record(events.Started(nodelist=nodelist, clusterddp=version.described()))
 
@@ -64,7 +66,7 @@ class _Hold:
         next_look = time.monotonic() + _POLL_SECONDS
         why, cause = "", Cause.STOPPED
         while not why:
-            self._signals.wait(_POLL_SECONDS)
+            self._signals.wait(0 if self._is_released else _POLL_SECONDS)
             names = self._signals.take()
             self._reap()
             history = History.read(self._run)
@@ -73,23 +75,26 @@ class _Hold:
                 ending = slurm.ending(self._job_id, 0)
                 cause = Cause.CANCELLED if ending is Ending.CANCELLED else Cause.STOPPED
                 why = "scancel" if cause == Cause.CANCELLED else f"Slurm ({ending.value})"
-            elif withdrawal_cause(history.events, self._job_id):
+            elif self._is_released or withdrawal_cause(history.events, self._job_id):
                 why = "'clusterddp release'"
-                for keeper in self._keepers.values():
-                    keeper.terminate()
-            elif room.idle_since and time.time() - room.idle_since >= idle_seconds:
-                why = f"being idle for {formatting.setting(idle_seconds)}"
             else:
                 requests = [*hold.take(self._run)]
+                idle = time.time() - room.idle_since if room.idle_since else 0.0
+                if idle >= idle_seconds and not requests:
+                    why = f"being idle for {formatting.setting(idle_seconds)}"
                 if requests or time.monotonic() >= next_look:
                     next_look = time.monotonic() + _POLL_SECONDS
                     self._note_lost(room)
                 for name, request in requests:
                     self._begin(name, request)
+        for keeper in self._keepers.values():
+            keeper.terminate()
         while self._keepers:  # they record their results
             self._signals.wait(_POLL_SECONDS)
             self._signals.take()
             self._reap()
+        for name, request in hold.take(self._run):
+            self._record(RunInHold(run=request.run, request=name, why=f"it ends: {why}"))
         self._record(events.Ended(cause=cause, exit_code=0, how=why, why=why))
         return why
 
@@ -104,7 +109,7 @@ class _Hold:
             return
         try:
             self._keepers[name] = subprocess.Popen(
-                [sys.executable, str(run.bundle), "held", str(run.path), ",".join(nodes)],
+                hold.keeper_command(run, nodes),
                 env={**request.environ, **self._own_variables()},
                 cwd=request.folder,
                 stdin=subprocess.DEVNULL,
@@ -115,6 +120,11 @@ class _Hold:
             why = f"it cannot start in {request.folder}: {error.strerror}"
             self._record(replace(asked, why=why))
             return
+        sent = events.Submitted(
+            job_id=self._job_id, launcher=IN_ALLOCATION, folder=request.folder
+        )  # not before: a refused run is not submitted
+        with contextlib.suppress(OSError):
+            events.add(run.events, sent)
         self._record(replace(asked, nodelist=",".join(nodes)))
         log.info(f"{run.name} starts on {', '.join(nodes)}")
 
@@ -131,6 +141,8 @@ class _Hold:
         for name, code in ended.items():
             del self._keepers[name]
             of_run = room.runs.get(name, RunInHold(request=name))
+            if of_run.run:
+                hold.record_end(RunDir(Path(of_run.run)), self._job_id, code)
             self._record(replace(of_run, nodelist=""))
             log.info(f"{Path(of_run.run).name} has ended with code {code}")
 

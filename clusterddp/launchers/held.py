@@ -10,16 +10,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from clusterddp import log, polling
-from clusterddp.errors import EXIT_FAILED, RequestError, SlurmError
+from clusterddp.errors import RequestError, SlurmError
 from clusterddp.launchers import SentJob, local
 from clusterddp.launchers.local import KeptJob, Limit
 from clusterddp.launchers.srun import KILL_WAIT_SECONDS, signal_session, variables
@@ -34,6 +32,7 @@ from clusterddp.run.outcome import step_name
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import allocation
 from clusterddp.slurm import client as slurm
+from clusterddp.slurm.client import Ending
 from clusterddp.slurm.forms import hosts_of, in_salloc_shell
 from clusterddp.status import chain
 from clusterddp.status.find import find_run
@@ -60,8 +59,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
             "--launcher held: this shell is not one of salloc, which would hold an allocation. "
             "Start one with salloc, name a hold with --in, or use --launcher sbatch. [CD0418]"
         )
-    shares = allocation.allocated(job_id)
-    check(spec, shares, job_id)
+    shares = _checked(spec, job_id)
     nodes = choose(spec, list(shares))
     log.info(
         f"this shell holds job {job_id}: the run starts there at once, on {', '.join(nodes)}, and "
@@ -69,7 +67,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
     )
     parent = os.getpid()
     keeper = subprocess.Popen(
-        keeper_command(run, nodes),
+        hold.keeper_command(run, nodes),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C in the terminal goes to us, and becomes an orderly stop
         preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),  # noqa: PLW1509 -- no threads yet
@@ -92,14 +90,12 @@ def _submit_to_hold(spec: JobSpec, run: RunDir) -> SentJob:
             f"--in {spec.hold}: {what}. Start a hold with 'clusterddp hold', or see 'clusterddp "
             "runs'. [CD0419]"
         )
-    check(spec, allocation.allocated(status.job_id), status.job_id)
+    _checked(spec, status.job_id)
     here = str(Path.cwd())
     environ = slurm.submission_environment(os.environ)
     if spec.export == "NONE":
         names = {*spec.pass_environment, *_LOGIN.split()}
         environ = {name: value for name, value in environ.items() if name in names}
-    sent = events.Submitted(job_id=status.job_id, launcher=spec.launcher, folder=here)
-    events.add(run.events, sent)
     asked = spec.resources
     name = hold.ask(
         held_by, hold.Request(str(run.path), asked.nodes, asked.nodelist, here, environ)
@@ -118,14 +114,26 @@ def _submit_to_hold(spec: JobSpec, run: RunDir) -> SentJob:
                 return SentJob(status.job_id)
             if of_run:
                 raise RequestError(f"--in {spec.hold}: {of_run[0].why}. [CD0419]")
+    if hold.withdraw(held_by, name):
+        raise RequestError(
+            f"--in {spec.hold}: no answer for {_ANSWER_SECONDS:g} s; the request is withdrawn. "
+            f"See 'clusterddp status {spec.hold}'. [CD0421]"
+        )
     raise SlurmError(
         f"{spec.hold} has not answered for {_ANSWER_SECONDS:g} s, so it may still start the run. "
         f"See: clusterddp status {run.cli_name} [CD0421]"
     )
 
 
-def check(spec: JobSpec, shares: Mapping[str, allocation.Share], job_id: str) -> None:
-    """Raise OptionError for a request beyond an allocation."""
+def _checked(spec: JobSpec, job_id: str) -> dict[str, allocation.Share]:
+    """Return the nodes of an allocation. Raises RequestError for a request that it cannot serve."""
+    try:
+        shares, left = allocation.allocated(job_id), slurm.seconds_left(job_id)
+    except SlurmError as error:
+        raise RequestError(
+            f"{error}. Nothing was started. If SLURM_JOB_ID of this shell names a job that has "
+            "ended, unset it, or submit with --launcher sbatch. [CD0418]"
+        ) from None
     asked = spec.resources
     wanted = {
         "nodes": asked.nodes,
@@ -134,7 +142,8 @@ def check(spec: JobSpec, shares: Mapping[str, allocation.Share], job_id: str) ->
         "mem": asked.mem,
         "time": asked.time,
     }
-    allocation.check(shares, slurm.seconds_left(job_id), wanted, f"job {job_id}")
+    allocation.check(shares, left, wanted, f"job {job_id}")
+    return shares
 
 
 def choose(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
@@ -143,11 +152,6 @@ def choose(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
     return [*[n for n in nodes if n in named], *[n for n in nodes if n not in named]][
         : spec.resources.nodes
     ]
-
-
-def keeper_command(run: RunDir, nodes: Sequence[str]) -> list[str]:
-    """Return the command that runs a run's script on these nodes of the job."""
-    return [sys.executable, str(run.bundle), "held", str(run.path), ",".join(nodes)]
 
 
 def _stop(keeper: "subprocess.Popen[bytes]") -> None:
@@ -180,12 +184,7 @@ def keep(run: RunDir, nodes: Sequence[str]) -> int:
     if own := os.environ.get("SLURMD_NODENAME"):  # in a hold, not in a shell on the login host
         environ["SLURMD_NODENAME"] = own
     code = job.run(["bash", str(run.script)], environ, Path())
-    if not any(isinstance(event, events.Ended) for event in History.read(run).latest):
-        attempt = latest(run)
-        number = attempt.number if attempt else None
-        ended = events.Ended(job_id=job_id, attempt=number, cause=Cause.FAILED, exit_code=code)
-        how = "its controller ended without a result"
-        events.add(run.events, replace(ended, how=how, exit_code=code or EXIT_FAILED))
+    hold.record_end(run, job_id, code)
     return code
 
 
@@ -209,6 +208,10 @@ class _HeldJob(KeptJob):
                 if asked == Cause.STOPPED and not self._is_stopped:
                     self._is_stopped = True
                     os.kill(script, signal.SIGUSR1)
+        if self._cancelled and not self._is_recorded and self._kill_at is None:
+            # Slurm also sends TERM at the end of the allocation, which no user asked for.
+            by_slurm = Ending.PREEMPTED, Ending.TIME_LIMIT, Ending.REQUEUED
+            self._is_recorded = slurm.ending(self._job_id, 0) in by_slurm
         super().keep_time(script, elapsed)
 
     def signal_all(self, script: int, *numbers: int) -> None:

@@ -315,7 +315,7 @@ class KeptJob:
         self._steps = Path()
         self._cancelled = False
         self._is_recorded = False
-        """True if the run's events say that the user cancelled it."""
+        """True if the cause is known already: the run's events, or Slurm, have it."""
         self._warned = False
         self._kill_at: float | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -403,7 +403,7 @@ class KeptJob:
 
 
 def _script_output() -> IO[bytes]:
-    """Open the script's output file, as Slurm's default --output does."""
+    """Open the script's output file, like Slurm's default --output."""
     try:
         return Path(f"slurm-{os.getpid()}.out").open("ab")
     except OSError:

@@ -7,12 +7,16 @@ each look, so no cached directory of a network file system delays the answer.
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterddp import files
-from clusterddp.run.events import Event, LostInHold, RunInHold, Started
+from clusterddp.errors import EXIT_FAILED
+from clusterddp.run import events
+from clusterddp.run.events import Cause, Event, LostInHold, RunInHold, Started
+from clusterddp.run.history import NO_RESTART, History
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import hosts_of
 
@@ -108,7 +112,39 @@ def take(hold: RunDir) -> Iterator[tuple[str, Request]]:
     """Yield the requests and their names, in the order of the names, and remove them."""
     for path in sorted((hold.path / _FOLDER).glob("*.json")):
         request = files.read(Request, path)
-        with contextlib.suppress(OSError):
-            path.unlink()
-        if request:
+        if withdraw(hold, path.name) and request:
             yield path.name, request
+
+
+def withdraw(hold: RunDir, name: str) -> bool:
+    """Remove a request; return False if another process did, which then decides about it."""
+    with contextlib.suppress(OSError):
+        (hold.path / _FOLDER / name).unlink()
+        return True
+    return False
+
+
+def keeper_command(run: RunDir, nodes: Sequence[str]) -> list[str]:
+    """Return the command that runs a run's script on these nodes of the job."""
+    return [sys.executable, str(run.bundle), "held", str(run.path), ",".join(nodes)]
+
+
+def record_end(run: RunDir, job_id: str, code: int) -> None:
+    """Record the end of a run whose controller, or keeper, ended without a result.
+
+    code: its exit code; negative for a signal.
+    """
+    with contextlib.suppress(OSError):  # a full disk costs only the record
+        known = History.read(run).latest
+        if any(isinstance(event, events.Ended) for event in known):
+            return
+        began = [event.attempt for event in known if isinstance(event, Started)]
+        ended = events.Ended(
+            job_id=job_id,
+            attempt=began[-1] if began else None,
+            cause=Cause.FAILED,
+            exit_code=(128 - code if code < 0 else code) or EXIT_FAILED,
+            how="its controller ended without a result",
+            why=NO_RESTART,
+        )
+        events.add(run.events, ended)

@@ -75,4 +75,5 @@ def _count(ids: str) -> int:
 
 
 def _megabytes(size: str) -> float:
+    size = size.upper()
     return float(size.rstrip("KMGT") or 0) * _UNITS.get(size[-1:], 1)

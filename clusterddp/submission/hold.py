@@ -54,6 +54,7 @@ def render(spec: JobSpec, idle_seconds: float) -> str:
             *(f"#SBATCH {line}" for line in sbatch.directives(spec)),
             f"# Hold {spec.run_name}, rendered by clusterddp {__version__}.",
             f"run_dir={run_dir}",
+            "trap '' USR1  # until Python handles it",
             f'exec {python} "$run_dir/clusterddp.pyz" held --idle={idle_seconds:g} "$run_dir"',
             "",
         ]

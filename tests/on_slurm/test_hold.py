@@ -1,5 +1,7 @@
 """Runs inside an allocation on a real Slurm: a shell of salloc, and a hold."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,14 @@ def state(cluster: SlurmCluster, folder: Path, name: str) -> str:
     return next(line for line in lines if line.startswith("state")).split(maxsplit=1)[1]
 
 
+def keeper_of(folder: Path, name: str) -> int:
+    """Return the process that keeps a run of a hold."""
+    words = [b"held", os.fsencode(folder / "jobs" / name)]
+    lines = {path: path.read_bytes().split(b"\0") for path in Path("/proc").glob("[0-9]*/cmdline")}
+    [keeper] = [path for path, line in lines.items() if line[2:4] == words]
+    return int(keeper.parent.name)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_shell_of_salloc_runs_a_script_at_once(cluster: SlurmCluster, folder: Path) -> None:
@@ -99,6 +109,12 @@ def test_a_hold_runs_scripts_side_by_side_and_one_after_another(
     assert "lab has runs: a, b" in clusterddp(cluster, folder, "release", "lab", code=2)
     clusterddp(cluster, folder, "cancel", "b")
     wait_for(lambda: state(cluster, folder, "b").startswith("cancelled"), "the end of b")
+    submit_in(cluster, folder, "e")
+    wait_for_rank(folder, "e")
+    assert "no node is free" in clusterddp(cluster, folder, "resume", "b", code=2)
+    assert state(cluster, folder, "b").startswith("cancelled")
+    os.kill(keeper_of(folder, "e"), signal.SIGKILL)
+    wait_for(lambda: state(cluster, folder, "e").startswith("failed"), "the end of e")
     (folder / "end-a").touch()
     wait_for(lambda: state(cluster, folder, "a").startswith("done"), "the end of a")
     (folder / "end-d").touch()
@@ -112,9 +128,9 @@ def test_a_hold_runs_scripts_side_by_side_and_one_after_another(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_idle_hold_ends(cluster: SlurmCluster, folder: Path) -> None:
-    clusterddp(cluster, folder, "hold", "--run-name", "lab", "--idle", "1s", "--time", "20")
+    clusterddp(cluster, folder, "hold", "--run-name", "lab", "--idle", "20s", "--time", "20")
     wait_for(lambda: state(cluster, folder, "lab").startswith("stopped"), "the end of the hold")
-    assert "by being idle for 1s" in state(cluster, folder, "lab")
+    assert "by being idle for 20s" in state(cluster, folder, "lab")
 
 
 @pytest.mark.slow

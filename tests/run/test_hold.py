@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run import hold
-from clusterddp.run.events import Event, LostInHold, RunInHold, Started
+from clusterddp.run import events, hold
+from clusterddp.run.events import Ended, Event, LostInHold, RunInHold, Started, Submitted
 from clusterddp.run.hold import Request, Room
 from clusterddp.run.run_dir import RunDir
 
@@ -66,3 +66,26 @@ def test_a_request_is_taken_once_and_only_its_owner_can_read_it(tmp_path: Path) 
     (run.path / "requests" / "broken.json").write_text("[")
     assert list(hold.take(run)) == [(name, request)]
     assert list(hold.take(run)) == []
+
+
+def test_a_withdrawn_request_is_not_taken_and_a_taken_one_not_withdrawn(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "h")
+    hold.prepare(run)
+    first, second = (hold.ask(run, Request(f"/jobs/{name}")) for name in "ab")
+    assert hold.withdraw(run, first)
+    assert [name for name, _ in hold.take(run)] == [second]
+    assert not hold.withdraw(run, second)
+
+
+def test_a_run_whose_keeper_died_has_failed_and_a_recorded_end_stays(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a")
+    run.path.mkdir()
+    events.add(run.events, Submitted(job_id="7", launcher="held"))
+    for code in (-9, 1):  # the second one changes nothing
+        hold.record_end(run, "7", code)
+    [end] = [event for event in events.read(run.events) if isinstance(event, Ended)]
+    assert (end.job_id, end.cause, end.exit_code, end.attempt) == ("7", "failed", 137, None)
+    assert end.why  # else `status` expects another start
+    events.add(run.events, Submitted(job_id="7", launcher="held"))
+    hold.record_end(run, "7", 0)  # of a resumed run
+    assert [type(event) for event in events.read(run.events)][-2:] == [Submitted, Ended]

@@ -36,6 +36,7 @@ def test_a_queued_job_has_no_nodes() -> None:
         ({"gpus": 3}, "--gpus-per-node"),
         ({"cpus": 7}, "--cpus-per-task"),
         ({"mem": "2G"}, "--mem"),
+        ({"mem": "64g"}, "--mem"),
         ({"time": "11"}, "--time"),
     ],
 )
