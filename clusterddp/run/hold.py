@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterddp import files
-from clusterddp.errors import EXIT_FAILED
+from clusterddp.errors import EXIT_FAILED, SlurmError
 from clusterddp.run import events
+from clusterddp.run.attempt import latest
 from clusterddp.run.events import Cause, Event, LostInHold, RunInHold, Started
 from clusterddp.run.history import NO_RESTART, History
+from clusterddp.run.outcome import step_name
 from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm import client
 from clusterddp.slurm.forms import hosts_of
 
 _FOLDER = "requests"
@@ -130,11 +133,11 @@ def keeper_command(run: RunDir, nodes: Sequence[str]) -> list[str]:
 
 
 def record_end(run: RunDir, job_id: str, code: int) -> None:
-    """Record the end of a run whose controller, or keeper, ended without a result.
+    """Record the end of a run whose controller, or keeper, ended without a result; end its step.
 
     code: its exit code; negative for a signal.
     """
-    with contextlib.suppress(OSError):  # a full disk costs only the record
+    with contextlib.suppress(OSError, SlurmError):  # a full disk costs only the record
         known = History.read(run).latest
         if any(isinstance(event, events.Ended) for event in known):
             return
@@ -148,3 +151,6 @@ def record_end(run: RunDir, job_id: str, code: int) -> None:
             why=NO_RESTART,
         )
         events.add(run.events, ended)
+        attempt = latest(run)
+        if began and attempt and (step := step_name(attempt.outcomes, job_id)):
+            client.signal_step(step, "KILL")  # it would keep the nodes until its own end
