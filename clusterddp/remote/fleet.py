@@ -70,7 +70,7 @@ def _runs(argv: Sequence[str]) -> int:
         click.echo("no runs")
     silent = {name: why for name, (_, why) in answers.items() if why}
     for name, why in silent.items():
-        log.warning(f"{name} did not answer: {why} [CD1402]")
+        log.warning(f"{name} shows no runs: {why} [CD1402]")
     return EXIT_FAILED if silent else EXIT_DONE
 
 
@@ -87,7 +87,8 @@ def _soonest(argv: Sequence[str]) -> str:
     last; but no cluster is chosen blindly.
     """
     end = [*argv, "--"].index("--")
-    answers = _asked(_clusters(), [*argv[:end], "--test-only", "--json", *argv[end:]])
+    asked = [word for word in argv[:end] if word != "--wait"]
+    answers = _asked(_clusters(), [*asked, "--test-only", "--json", *argv[end:]])
     ranked = sorted((_start(value), name) for name, (value, _) in answers.items())
     rows = [("CLUSTER", "STARTS IN", "SLURM SAYS")]
     for start, name in ranked:
@@ -126,7 +127,7 @@ def _ask(where: cluster.Cluster, argv: Sequence[str]) -> tuple[object, str]:
         if not answer.returncode:
             return json.loads(answer.stdout), ""
         words = answer.stderr.strip().splitlines()
-        return None, words[-1] if words else f"exit code {answer.returncode}"
+        return None, words[-1].removeprefix("clusterddp: ") if words else f"exit code {answer.returncode}"
     except subprocess.TimeoutExpired as late:
         return None, f"no answer in {formatting.setting(late.timeout)}"
     except ValueError:
