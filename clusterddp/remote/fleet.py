@@ -126,8 +126,8 @@ def _ask(where: cluster.Cluster, argv: Sequence[str]) -> tuple[object, str]:
         answer = reached if reached.returncode else _call(own, _ANSWER_SECONDS)
         if not answer.returncode:
             return json.loads(answer.stdout), ""
-        words = answer.stderr.strip().splitlines()
-        return None, words[-1].removeprefix("clusterddp: ") if words else f"exit code {answer.returncode}"
+        _, _, words = answer.stderr.strip().rpartition("\n")
+        return None, words.removeprefix("clusterddp: ") or f"exit code {answer.returncode}"
     except subprocess.TimeoutExpired as late:
         return None, f"no answer in {formatting.setting(late.timeout)}"
     except ValueError:

@@ -38,10 +38,11 @@ _NEEDS_TREE = frozenset({"submit", "resume", "check", "import", "templates"})
 _TRAINS = frozenset({"debug", "train", "compare", "exec"})
 _ASKS = frozenset({"cancel", "clean", "rm"})
 """Commands that ask a question on the terminal."""
-_SUGGESTING = ("submit", "resume", "status")
+_SUGGESTING = ("submit", "resume", "status", "doctor")
 """Commands whose output, not only their messages, suggests others."""
 _SUGGESTED = re.compile(
-    rb"\bclusterddp( (?:status|logs|cancel|stop|resume|stacks|report|checkpoints|runs) )"
+    rb"\bclusterddp( (?:status|logs|cancel|stop|resume|stacks|report|checkpoints|runs|submit|hold"
+    rb"|release|clean|rm|data|doctor|bad-nodes)\b)"
 )
 _PASSED_ON = ("COLUMNS", "LINES", "NO_COLOR", "LANG", "LC_ALL", "TZ")
 

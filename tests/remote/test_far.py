@@ -108,6 +108,7 @@ def test_suggested_commands_name_the_cluster(host: Host) -> None:
     answer = host.run(*SUBMIT, "named", "--", "true")
     assert "  logs       clusterddp --on big logs -f named\n" in answer.stdout
     assert "clusterddp --on big" not in host.run("submit", "--dry-run", "--", "true").stdout
+    assert "'clusterddp --on big runs'" in host.run("status", "another").stderr
 
 
 CUT = """
