@@ -2,7 +2,7 @@
 
 import sys
 
-__version__ = "0.1.1"
+__version__ = "0.2.0"
 
 
 def bundle_file() -> str:
@@ -40,7 +40,7 @@ def armed_path(path: str) -> str:
 
 
 def described() -> str:
-    """Identify this clusterddp: `0.1.1 (3f2a9c41d07b)` for a bundle, or `0.1.1 (installed)`."""
+    """Identify this clusterddp: `0.2.0 (3f2a9c41d07b)` for a bundle, or `0.2.0 (installed)`."""
     digest = bundle_file().removesuffix(".pyz").rpartition("-")[2]
     return f"{__version__} ({digest or 'installed'})"
 

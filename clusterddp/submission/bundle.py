@@ -1,6 +1,6 @@
 """Bundle of clusterddp in a run's directory: a zipapp, one file that Python runs and imports from.
 
-    clusterddp-0.1.1-3f2a9c41d07b.pyz   the package and, in a separate directory, click; the name
+    clusterddp-0.2.0-3f2a9c41d07b.pyz   the package and, in a separate directory, click; the name
                                         has the version and a digest
     clusterddp.pyz                      symbolic link to it
     __pycache__/                        its bytecode, for the Python that compiled it
@@ -107,7 +107,7 @@ class Bundle:
         return self.path.name.split("-")[1]
 
     def __str__(self) -> str:
-        """Return version and digest, `0.1.1 (3f2a9c41d07b)`."""
+        """Return version and digest, `0.2.0 (3f2a9c41d07b)`."""
         return f"{self.version} ({self.path.stem.split('-')[-1]})"
 
 
