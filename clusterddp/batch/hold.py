@@ -14,7 +14,7 @@ from pathlib import Path
 
 from clusterddp import formatting, log, version
 from clusterddp.batch.controller import ScriptOutput, Signals, child_setup
-from clusterddp.errors import SlurmError
+from clusterddp.errors import RequestError, SlurmError
 from clusterddp.request.spec import IN_ALLOCATION
 from clusterddp.run import events, hold
 from clusterddp.run.attempt import print_to_job_log
@@ -101,11 +101,11 @@ class _Hold:
     def _begin(self, name: str, request: Request) -> None:
         """Start a run on free nodes, or refuse it."""
         run, room = RunDir(Path(request.run)), Room.of(events.read(self._run.events))
-        nodes = room.choose(request.nodes, request.nodelist)
         asked = RunInHold(run=request.run, request=name)
-        if not nodes:
-            wanted = request.nodelist or formatting.count(request.nodes, "node")
-            self._record(replace(asked, why=f"{wanted} requested; {room.describe()}"))
+        try:
+            nodes = room.choose(request)
+        except RequestError as error:
+            self._record(replace(asked, why=str(error)))
             return
         try:
             self._keepers[name] = subprocess.Popen(

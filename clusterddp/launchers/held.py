@@ -6,13 +6,15 @@ enforces the time limit and sends the signal before it, and it reads from the ru
 user stops or cancels the run. The allocation remains.
 """
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,12 +24,14 @@ from clusterddp.launchers import SentJob, local
 from clusterddp.launchers.local import KeptJob, Limit
 from clusterddp.launchers.srun import KILL_WAIT_SECONDS, signal_session, variables
 from clusterddp.processes.signals import die_with_parent
+from clusterddp.processes.table import processes
 from clusterddp.ranks.variables import HELD_VARIABLE
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import events, hold
+from clusterddp.run import bad_nodes, events, hold
 from clusterddp.run.attempt import latest
-from clusterddp.run.events import Cause
+from clusterddp.run.events import Cause, RunInHold
 from clusterddp.run.history import History, withdrawal_cause
+from clusterddp.run.hold import Room
 from clusterddp.run.outcome import step_name
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import allocation
@@ -51,26 +55,28 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
     """Start the run in the allocation of this shell of salloc, or in a hold."""
     if spec.after:
         chain.check(chain.check_awaited(spec), has_queue=False)
-    if spec.hold:
-        return _submit_to_hold(spec, run)
-    job_id = os.environ.get("SLURM_JOB_ID", "")
-    if not in_salloc_shell(os.environ):
-        raise RequestError(
-            "--launcher held: this shell is not one of salloc, which would hold an allocation. "
-            "Start one with salloc, name a hold with --in, or use --launcher sbatch. [CD0418]"
-        )
-    shares = _checked(spec, job_id)
-    nodes = choose(spec, list(shares))
-    log.info(
-        f"this shell holds job {job_id}: the run starts there at once, on {', '.join(nodes)}, and "
-        "is not requeued. --launcher sbatch would submit a job"
-    )
+    held_by, job_id = find_allocation(spec)
+    request, nodes = _checked(spec, run, job_id)
+    if held_by:
+        return _submit_to_hold(spec, held_by, job_id, request)
     parent = os.getpid()
-    keeper = subprocess.Popen(
-        hold.keeper_command(run, nodes),
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in the terminal goes to us, and becomes an orderly stop
-        preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),  # noqa: PLW1509 -- no threads yet
+    with _alone(run.path.parent):
+        try:
+            chosen = Room(nodes, (), _runs_of(job_id)).choose(request)
+        except RequestError as error:
+            raise RequestError(
+                f"this shell holds job {job_id}: {error}. Wait for a run to end, request fewer "
+                "nodes, or use --launcher sbatch. [CD0419]"
+            ) from None
+        keeper = subprocess.Popen(
+            hold.keeper_command(run, chosen),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C goes to us, and becomes an orderly stop
+            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),  # noqa: PLW1509 -- no threads yet
+        )
+    log.info(
+        f"this shell holds job {job_id}: the run starts there at once, on {', '.join(chosen)}, and "
+        "is not requeued. --launcher sbatch would submit a job"
     )
     here, host = str(Path.cwd()), socket.gethostname()
     sent = events.Submitted(
@@ -80,53 +86,31 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
     return SentJob(job_id, partial(_stop, keeper))
 
 
-def _submit_to_hold(spec: JobSpec, run: RunDir) -> SentJob:
-    """Request the run's start from a hold, and wait for its answer."""
-    held_by = find_run(run.path.parent, spec.hold)
+def find_allocation(spec: JobSpec) -> tuple[RunDir | None, str]:
+    """Return the hold that a request names, and the job. Raises RequestError if there is none."""
+    if not spec.hold and in_salloc_shell(os.environ):
+        return None, os.environ["SLURM_JOB_ID"]
+    if not spec.hold:
+        raise RequestError(
+            "--launcher held: this shell is not one of salloc, which would hold an allocation. "
+            "Start one with salloc, name a hold with --in, or use --launcher sbatch. [CD0418]"
+        )
+    held_by = find_run(Path(spec.run_dir).parent, spec.hold)
     [status] = statuses([held_by])
     if not hold.is_hold(held_by) or status.state != RunState.RUNNING or not status.hosts:
         what = f"is {status.state}" if hold.is_hold(held_by) else "is a run, not a hold"
         raise RequestError(
-            f"--in {spec.hold}: {what}. Start a hold with 'clusterddp hold', or see 'clusterddp "
-            "runs'. [CD0419]"
+            f"--in {spec.hold}: {what}. Start a hold with 'clusterddp hold', see 'clusterddp "
+            "runs', or use --launcher sbatch. [CD0419]"
         )
-    _checked(spec, status.job_id)
-    here = str(Path.cwd())
-    environ = slurm.submission_environment(os.environ)
-    if spec.export == "NONE":
-        names = {*spec.pass_environment, *_LOGIN.split()}
-        environ = {name: value for name, value in environ.items() if name in names}
-    asked = spec.resources
-    name = hold.ask(
-        held_by, hold.Request(str(run.path), asked.nodes, asked.nodelist, here, environ)
-    )
-    for _ in polling.poll(_ANSWER_SECONDS, every=polling.RECORDS_POLL_SECONDS):
-        with suppress(SlurmError):  # asked again
-            slurm.signal_script(status.job_id)
-        for _ in polling.poll(2.0, every=0.1):
-            of_run = [
-                event
-                for event in events.read(held_by.events)
-                if isinstance(event, events.RunInHold) and event.request == name
-            ]
-            if of_run and of_run[0].nodelist:
-                log.info(f"{spec.hold} starts it at once on {of_run[0].nodelist}; no requeue there")
-                return SentJob(status.job_id)
-            if of_run:
-                raise RequestError(f"--in {spec.hold}: {of_run[0].why}. [CD0419]")
-    if hold.withdraw(held_by, name):
-        raise RequestError(
-            f"--in {spec.hold}: no answer for {_ANSWER_SECONDS:g} s; the request is withdrawn. "
-            f"See 'clusterddp status {spec.hold}'. [CD0421]"
-        )
-    raise SlurmError(
-        f"{spec.hold} has not answered for {_ANSWER_SECONDS:g} s, so it may still start the run. "
-        f"See: clusterddp status {run.cli_name} [CD0421]"
-    )
+    return held_by, status.job_id
 
 
-def _checked(spec: JobSpec, job_id: str) -> dict[str, allocation.Share]:
-    """Return the nodes of an allocation. Raises RequestError for a request that it cannot serve."""
+def _checked(spec: JobSpec, run: RunDir, job_id: str) -> tuple[hold.Request, tuple[str, ...]]:
+    """Return the request for a run, and the nodes of the allocation.
+
+    Excluded and bad nodes are left out. Raises RequestError if the allocation cannot serve it.
+    """
     try:
         shares, left = allocation.allocated(job_id), slurm.seconds_left(job_id)
     except SlurmError as error:
@@ -142,16 +126,69 @@ def _checked(spec: JobSpec, job_id: str) -> dict[str, allocation.Share]:
         "mem": asked.mem,
         "time": asked.time,
     }
-    allocation.check(shares, left, wanted, f"job {job_id}")
-    return shares
+    bad = bad_nodes.read_for(History.read(run))
+    unwanted = {
+        **{host: f"bad: {node.reason}" for host, node in bad.items()},
+        **dict.fromkeys(hosts_of(asked.exclude), "--exclude"),
+    }
+    named = hosts_of(asked.nodelist)
+    usable = allocation.usable(
+        shares, left, wanted, f"job {job_id}", named=named, unwanted=unwanted
+    )
+    here = str(Path.cwd())
+    request = hold.Request(str(run.path), asked.nodes, asked.nodelist, tuple(usable), here)
+    return request, tuple(shares)
 
 
-def choose(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
-    """Return the nodes of a run: those that it names, or else the first of these."""
-    named = hosts_of(spec.resources.nodelist)
-    return [*[n for n in nodes if n in named], *[n for n in nodes if n not in named]][
-        : spec.resources.nodes
-    ]
+def _submit_to_hold(spec: JobSpec, held_by: RunDir, job_id: str, request: hold.Request) -> SentJob:
+    """Request the run's start from a hold, and wait for its answer."""
+    environ = slurm.submission_environment(os.environ)
+    if spec.export == "NONE":
+        names = {*spec.pass_environment, *_LOGIN.split()}
+        environ = {name: value for name, value in environ.items() if name in names}
+    name = hold.ask(held_by, replace(request, environ=environ))
+    for _ in polling.poll(_ANSWER_SECONDS, every=polling.RECORDS_POLL_SECONDS):
+        with suppress(SlurmError):  # asked again
+            slurm.signal_script(job_id)
+        for _ in polling.poll(2.0, every=0.1):
+            of_run = [
+                event
+                for event in events.read(held_by.events)
+                if isinstance(event, events.RunInHold) and event.request == name
+            ]
+            if of_run and of_run[0].nodelist:
+                log.info(f"{spec.hold} starts it at once on {of_run[0].nodelist}; no requeue there")
+                return SentJob(job_id)
+            if of_run:
+                raise RequestError(f"--in {spec.hold}: {of_run[0].why}. [CD0419]")
+    if hold.withdraw(held_by, name):
+        raise RequestError(
+            f"--in {spec.hold}: no answer for {_ANSWER_SECONDS:g} s; the request is withdrawn. "
+            f"See 'clusterddp status {spec.hold}'. [CD0421]"
+        )
+    raise SlurmError(
+        f"{spec.hold} has not answered for {_ANSWER_SECONDS:g} s, so it may still start the run. "
+        f"See: clusterddp status {RunDir(Path(request.run)).cli_name} [CD0421]"
+    )
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a lock, so that two runs of a shell do not choose the same nodes."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _runs_of(job_id: str) -> dict[str, RunInHold]:
+    """Return the active runs of an allocation, by directory, from their keepers on this host."""
+    keepers = [each for each in processes().values() if each.argv[2:3] == ["held"]]
+    paths = [k.argv[3:] for k in keepers if k.environ.get("SLURM_JOB_ID") == job_id]
+    return {each[0]: RunInHold(run=each[0], nodelist=each[1]) for each in paths if len(each) == 2}
 
 
 def _stop(keeper: "subprocess.Popen[bytes]") -> None:

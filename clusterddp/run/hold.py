@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clusterddp import files
-from clusterddp.errors import EXIT_FAILED, SlurmError
+from clusterddp import files, formatting
+from clusterddp.errors import EXIT_FAILED, RequestError, SlurmError
 from clusterddp.run import events
 from clusterddp.run.attempt import latest
 from clusterddp.run.events import Cause, Event, LostInHold, RunInHold, Started
@@ -35,6 +35,8 @@ class Request:
     nodes: int = 1
     nodelist: str = ""
     """Nodes that it names, in Slurm's form."""
+    usable: tuple[str, ...] = ()
+    """Nodes that can serve it, those that it names first."""
     folder: str = ""
     """Directory in which the user typed the command."""
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -77,13 +79,16 @@ class Room:
         busy = {node for event in self.runs.values() for node in hosts_of(event.nodelist)}
         return [node for node in self.nodes if node not in busy and node not in self.lost]
 
-    def choose(self, nodes: int, nodelist: str) -> list[str]:
-        """Return nodes for a run, first from the nodelist; none if too few are free."""
-        named = hosts_of(nodelist)
-        if not {*named} <= {*self.free}:
-            return []
-        chosen = [*named, *(node for node in self.free if node not in named)][:nodes]
-        return chosen if len(chosen) == nodes else []
+    def choose(self, request: Request) -> list[str]:
+        """Return nodes for a run. Raises RequestError if too few are free."""
+        free = self.free
+        chosen = [node for node in request.usable if node in free][: request.nodes]
+        if len(chosen) == request.nodes and {*hosts_of(request.nodelist)} <= {*chosen}:
+            return chosen
+        wanted = request.nodelist or formatting.count(request.nodes, "node")
+        if not request.nodelist and len(request.usable) < len(self.nodes):
+            wanted += f" of {', '.join(request.usable)}"
+        raise RequestError(f"{wanted} requested; {self.describe()} [CD0419]")
 
     def describe(self) -> str:
         """Say which nodes are free, and where which run is."""
@@ -133,15 +138,21 @@ def keeper_command(run: RunDir, nodes: Sequence[str]) -> list[str]:
 
 
 def record_end(run: RunDir, job_id: str, code: int) -> None:
-    """Record the end of a run whose controller, or keeper, ended without a result; end its step.
+    """Record the end of a run whose controller, or keeper, ended without a result.
+
+    Also end a failed run's step, which an srun that was killed leaves behind.
 
     code: its exit code; negative for a signal.
     """
-    with contextlib.suppress(OSError, SlurmError):  # a full disk costs only the record
+    with contextlib.suppress(OSError):  # a full disk costs only the record
         known = History.read(run).latest
+        began = [event.attempt for event in known if isinstance(event, Started)]
+        attempt = latest(run) if began and code else None
+        if attempt and (step := step_name(attempt.outcomes, job_id)):
+            with contextlib.suppress(SlurmError):  # it has ended
+                client.signal_step(step, "KILL")  # it would keep the nodes until its own end
         if any(isinstance(event, events.Ended) for event in known):
             return
-        began = [event.attempt for event in known if isinstance(event, Started)]
         ended = events.Ended(
             job_id=job_id,
             attempt=began[-1] if began else None,
@@ -151,6 +162,3 @@ def record_end(run: RunDir, job_id: str, code: int) -> None:
             why=NO_RESTART,
         )
         events.add(run.events, ended)
-        attempt = latest(run)
-        if began and attempt and (step := step_name(attempt.outcomes, job_id)):
-            client.signal_step(step, "KILL")  # it would keep the nodes until its own end

@@ -1,14 +1,18 @@
 """Resources that Slurm has allocated to a running job, node by node."""
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from clusterddp.errors import OptionError, SlurmError
 from clusterddp.slurm.client import output_of
 from clusterddp.slurm.forms import expand_nodelist, gpus_of, limit_seconds
 
 _UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
+_UNITS_OF = {"mem": " MB per node", "time": " s left", "cpus-per-task": " CPUs per node"}
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,12 @@ class Share:
     memory_mb: int
     """0 if Slurm does not limit the job's memory."""
     gpus: int
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Limits by the options that they bound."""
+        memory = self.memory_mb or math.inf
+        return {"gpus-per-node": self.gpus, "cpus-per-task": self.cpus, "mem": memory}
 
 
 def allocated(job_id: str) -> dict[str, Share]:
@@ -41,31 +51,56 @@ def parse(record: str) -> dict[str, Share]:
     }
 
 
-def check(
-    shares: Mapping[str, Share], left: float | None, asked: Mapping[str, object], job: str
-) -> None:
-    """Raise OptionError for what is asked beyond an allocation.
+def usable(
+    shares: Mapping[str, Share],
+    left: float | None,
+    asked: Mapping[str, Any],
+    job: str,
+    *,
+    named: Sequence[str] = (),
+    unwanted: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
+    """Return the nodes of an allocation that can serve a request, the named ones first.
 
     left: seconds until its end, if known. asked: `nodes`, and per node `cpus`, `gpus` and `mem`,
-    and `time`, as in the request. job: the allocation, for the message.
+    and `time`, as in the request. job: the allocation, for messages. named: nodes that it needs.
+    unwanted: other nodes that are left out, each with the reason. Raises OptionError for what is
+    asked beyond the allocation.
     """
-    least = min(shares.values(), key=lambda share: (share.gpus, share.cpus))
-    memory, seconds = str(asked["mem"]), limit_seconds(str(asked["time"]))
-    beyond = {
-        "nodes": (asked["nodes"], len(shares)),
-        "gpus-per-node": (asked["gpus"], least.gpus),
-        "cpus-per-task": (asked["cpus"], least.cpus),
-        "mem": (_megabytes(memory), least.memory_mb or float("inf")),
-        "time": (seconds or 0, left if left is not None else float("inf")),
+    if outside := [node for node in named if node not in shares]:
+        raise OptionError(
+            "--nodelist",
+            f": {', '.join(outside)} requested, but {job} has {', '.join(shares)}. Name nodes of "
+            "it, or submit to the queue with --launcher sbatch. [CD0417]",
+        )
+    rest = {node: unwanted.get(node) for node in shares if node not in named}
+    nodes = [*named, *(node for node, why in rest.items() if not why)]
+    wanted = {
+        "gpus-per-node": asked["gpus"],
+        "cpus-per-task": asked["cpus"],
+        "mem": _megabytes(asked["mem"]),
     }
-    for name, (wanted, has) in beyond.items():
-        if wanted > has:  # type: ignore[operator]
-            units = {"mem": " MB per node", "time": " s left", "cpus-per-task": " CPUs per node"}
+    has = {node: shares[node].limits for node in nodes}
+    fit = [node for node in nodes if all(wanted[name] <= has[node][name] for name in wanted)]
+    fits, count = {*named} <= {*fit}, asked["nodes"]
+    pool, least = (nodes, count) if fits else (named, len(named))
+    most = {name: sorted((has[n][name] for n in pool), reverse=True)[:least] for name in wanted}
+    beyond = [
+        ("nodes", count, len(nodes)),
+        *((name, wanted[name], min(most[name], default=0)) for name in wanted),
+        ("time", limit_seconds(asked["time"]) or 0, math.inf if left is None else left),
+        ("nodes", count, len(fit)),  # some have the GPUs, others the memory
+    ]
+    without = [f"{node} ({why})" for node, why in rest.items() if why]
+    for name, needs, there in beyond:
+        if needs > there:
             raise OptionError(
                 f"--{name}",
-                f": {wanted:g} requested, but {job} has {has:g}{units.get(name, '')}. Request "
-                "less, or submit to the queue with --launcher sbatch. [CD0417]",
+                f": {needs:g} requested, but {job} has {there:g}{_UNITS_OF.get(name, '')}"
+                f"{' without ' if without else ''}{', '.join(without)}. Request less, or submit to "
+                "the queue with --launcher sbatch. [CD0417]",
             )
+    return fit
 
 
 def _count(ids: str) -> int:

@@ -109,6 +109,10 @@ def _check(
 ) -> None:
     """Check a request before anything is created; see `submit`, and `check_inputs` for fetch."""
     _refuse_existing_run(spec)
+    if spec.launcher == IN_ALLOCATION:
+        from clusterddp.launchers import held  # few runs need it
+
+        held.find_allocation(spec)
     if re.fullmatch(r"\d+(_\d+)?", spec.run_name):
         warning(
             f"--run-name {spec.run_name} looks like a job id; it is ambiguous if another run has "

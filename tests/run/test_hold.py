@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.errors import RequestError
 from clusterddp.run import events, hold
 from clusterddp.run.events import Ended, Event, LostInHold, RunInHold, Started, Submitted
 from clusterddp.run.hold import Request, Room
 from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm.forms import hosts_of
 
 BEGAN = Started(time=10.0, nodelist="h[01-03]")
 A = RunInHold(time=20.0, run="/jobs/a", request="a-1.json", nodelist="h01")
@@ -35,19 +37,37 @@ def test_the_events_tell_which_nodes_are_free(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "nodelist", "chosen"),
+    ("nodes", "nodelist", "usable", "chosen"),
     [
-        (1, "", ["h02"]),
-        (2, "", ["h02", "h03"]),
-        (3, "", []),
-        (1, "h03", ["h03"]),
-        (2, "h03", ["h03", "h02"]),
-        (1, "h01", []),
-        (1, "h99", []),
+        (1, "", "h[01-03]", ["h02"]),
+        (1, "", "h[01,03]", ["h03"]),
+        (2, "", "h[01-03]", ["h02", "h03"]),
+        (1, "h03", "h03,h01,h02", ["h03"]),
+        (2, "h03", "h03,h01,h02", ["h03", "h02"]),
     ],
 )
-def test_a_run_gets_whole_free_nodes_or_none(nodes: int, nodelist: str, chosen: list[str]) -> None:
-    assert Room.of([BEGAN, A]).choose(nodes, nodelist) == chosen
+def test_a_run_gets_whole_free_nodes_that_it_can_use(
+    nodes: int, nodelist: str, usable: str, chosen: list[str]
+) -> None:
+    request = Request("/jobs/b", nodes, nodelist, tuple(hosts_of(usable)))
+    assert Room.of([BEGAN, A]).choose(request) == chosen
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nodelist", "usable", "why"),
+    [
+        (3, "", "h[01-03]", "3 nodes requested; a on h01; free: h02, h03"),
+        (2, "", "h[01-02]", "2 nodes of h01, h02 requested; a on h01; free: h02, h03"),
+        (1, "h01", "h[01-03]", "h01 requested; a on h01"),
+        (1, "h99", "h[01-03]", "h99 requested"),
+    ],
+)
+def test_a_run_without_free_nodes_is_refused(
+    nodes: int, nodelist: str, usable: str, why: str
+) -> None:
+    request = Request("/jobs/b", nodes, nodelist, tuple(hosts_of(usable)))
+    with pytest.raises(RequestError, match=why):
+        Room.of([BEGAN, A]).choose(request)
 
 
 def test_a_description_names_runs_free_and_lost_nodes() -> None:
@@ -59,7 +79,7 @@ def test_a_request_is_taken_once_and_only_its_owner_can_read_it(tmp_path: Path) 
     run = RunDir(tmp_path / "h")
     assert not hold.is_hold(run)
     hold.prepare(run)
-    request = Request("/jobs/a", 2, "h01", "/home", {"TOKEN": "s'e\ncret"})
+    request = Request("/jobs/a", 2, "h01", ("h01", "h02"), "/home", {"TOKEN": "s'e\ncret"})
     name = hold.ask(run, request)
     assert hold.is_hold(run)
     assert (run.path / "requests" / name).stat().st_mode & 0o777 == 0o600

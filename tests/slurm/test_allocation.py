@@ -42,7 +42,7 @@ def test_a_queued_job_has_no_nodes() -> None:
 )
 def test_a_request_beyond_the_allocation_is_refused(beyond: dict[str, object], option: str) -> None:
     with pytest.raises(OptionError, match="job 1 has") as refused:
-        allocation.check(SHARES, 600.0, {**ASKED, **beyond}, "job 1")
+        allocation.usable(SHARES, 600.0, {**ASKED, **beyond}, "job 1")
     assert refused.value.option == option
 
 
@@ -50,7 +50,54 @@ def test_a_request_beyond_the_allocation_is_refused(beyond: dict[str, object], o
 def test_a_request_within_the_allocation_is_accepted(
     mem: str, time: str, left: float | None
 ) -> None:
-    allocation.check(SHARES, left, {**ASKED, "mem": mem, "time": time}, "job 1")
+    assert allocation.usable(SHARES, left, {**ASKED, "mem": mem, "time": time}, "job 1")
+
+
+UNEQUAL = {"h01": Share(6, 0, 0), "h02": Share(6, 0, 2), "h03": Share(2, 0, 4)}
+ONE = {"nodes": 1, "gpus": 0, "cpus": 1, "mem": "", "time": ""}
+
+
+@pytest.mark.parametrize(
+    ("asked", "named", "unwanted", "nodes"),
+    [
+        ({}, [], {}, ["h01", "h02", "h03"]),
+        ({}, ["h03"], {}, ["h03", "h01", "h02"]),
+        ({"gpus": 2}, [], {}, ["h02", "h03"]),
+        ({"gpus": 2}, ["h03"], {"h01": "--exclude"}, ["h03", "h02"]),
+        ({"gpus": 2, "cpus": 6}, [], {}, ["h02"]),
+        ({}, [], {"h01": "--exclude", "h02": "bad: slow", "h99": "bad: slow"}, ["h03"]),
+        ({"gpus": 3}, [], {}, ["h03"]),
+    ],
+)
+def test_only_nodes_that_can_serve_a_request_are_usable(
+    asked: dict[str, object], named: list[str], unwanted: dict[str, str], nodes: list[str]
+) -> None:
+    given = allocation.usable(
+        UNEQUAL, None, {**ONE, **asked}, "job 1", named=named, unwanted=unwanted
+    )
+    assert given == nodes
+
+
+@pytest.mark.parametrize(
+    ("asked", "named", "unwanted", "words"),
+    [
+        ({}, ["h02", "h04"], {}, "--nodelist: h04 requested, but job 1 has h01, h02, h03"),
+        ({"gpus": 2}, ["h01"], {}, "--gpus-per-node: 2 requested, but job 1 has 0"),
+        ({"gpus": 3, "nodes": 2}, [], {}, "--gpus-per-node: 3 requested, but job 1 has 2"),
+        ({"gpus": 3, "cpus": 6}, [], {}, "--nodes: 1 requested, but job 1 has 0"),
+        (
+            {"nodes": 2},
+            [],
+            {"h01": "--exclude", "h03": "bad: slow"},
+            r"--nodes: 2 requested, but job 1 has 1 without h01 \(--exclude\), h03 \(bad: slow\)",
+        ),
+    ],
+)
+def test_a_request_that_too_few_nodes_can_serve_is_refused(
+    asked: dict[str, object], named: list[str], unwanted: dict[str, str], words: str
+) -> None:
+    with pytest.raises(OptionError, match=words):
+        allocation.usable(UNEQUAL, None, {**ONE, **asked}, "job 1", named=named, unwanted=unwanted)
 
 
 @pytest.mark.parametrize(
