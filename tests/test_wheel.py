@@ -1,12 +1,15 @@
 """What the wheels carry: the package, and the templates inside it."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from clusterddp.version import __version__
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,6 +48,20 @@ def test_the_wheel_holds_the_templates_and_sites_where_the_package_looks_for_the
 def test_the_wheel_brings_the_man_pages_to_where_man_looks(wheel: Path) -> None:
     names = [name.partition(".data/data/")[2] for name in zipfile.ZipFile(wheel).namelist()]
     assert {"share/man/man1/clusterddp.1", "share/man/man1/clusterddp-submit.1"} <= {*names}
+
+
+def test_the_description_has_links_only_where_there_is_an_address(wheel: Path) -> None:
+    """A package index shows the README by itself: no file of the repository is beside it."""
+    from hatch_build import with_address  # imports hatchling
+
+    metadata = zipfile.ZipFile(wheel).read("clusterddp-" + __version__ + ".dist-info/METADATA")
+    page = metadata.decode()
+    assert "# clusterddp" in page and "see limitations." in page
+    assert not re.search(r"\]\((?!http)", page)
+    text = (ROOT / "README.md").read_text()
+    linked = with_address(text, "https://example.org/blob/")
+    assert "[limitations](https://example.org/blob/docs/limitations.md)" in linked
+    assert linked.count("](https:") == text.count("](")
 
 
 def test_templates_are_found_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:

@@ -1,0 +1,184 @@
+"""Builds the distributions, checks them as a package index does, installs them, types the README.
+
+    python -m tests.installs --shared
+    python -m tests.installs
+    python -m tests.installs --cell 3.10:2.4 --cell 3.13:2.14
+
+`--shared` is what CI does: one environment, which takes torch from that of this Python. Otherwise
+each pair of a Python and a torch gets an environment of its own, with all that pip downloads (5 GB,
+five minutes). Without --cell: of each Python the oldest and the newest torch that it has.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+OLDEST_TORCH = 4
+"""Of torch 2: pyproject.toml."""
+NO_PYTHON, NO_WHEEL, PASSED, UNTRIED = "no Python here", "no wheel", "passed", "not tried"
+
+
+def main() -> int:
+    """Returns 0 when every cell that was tried passed, 1 when one did not."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("tests.installs", None, __doc__, formatter_class=formatter)
+    parser.add_argument("--shared", action="store_true", help="with this environment's torch")
+    parser.add_argument("--cell", action="append", metavar="PYTHON:TORCH", help="again for more")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        wheel = distributions(Path(name))
+        if asked.shared:
+            return 0 if said(install_shared(wheel, Path(name, "venv"))) == PASSED else 1
+        results = cells(asked.cell or [], wheel, Path(name))
+    print("\n".join(table(results)))
+    tried = {*results.values()} - {NO_PYTHON, NO_WHEEL, UNTRIED}
+    return 0 if tried == {PASSED} else 1
+
+
+def distributions(folder: Path) -> Path:
+    """Returns the wheel, built from the source distribution; raises where an index refuses one."""
+    _build(ROOT, folder, "sdist")
+    [archive] = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as sources:
+        sources.extractall(folder, filter="data")
+    _build(folder / archive.name.removesuffix(".tar.gz"), folder, "wheel")
+    _build(ROOT / "client", folder, "wheel")
+    files = sorted([*folder.glob("*.whl"), archive])
+    run([sys.executable, "-m", "twine", "check", "--strict", *map(str, files)])
+    print(*(file.name for file in files), sep="\n", flush=True)
+    [wheel] = folder.glob("clusterddp-*.whl")
+    return wheel
+
+
+def install_shared(wheel: Path, venv: Path) -> Path:
+    """Returns an environment with this wheel, and all else from that of this Python."""
+    run([sys.executable, "-m", "venv", "--without-pip", str(venv)])
+    [packages] = venv.glob("lib/python3*/site-packages")
+    ours = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "shared.pth").write_text("\n".join(ours))
+    pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin/python"), "--quiet", "install"]
+    run([*pip, "--no-index", "--no-deps", "--ignore-installed", str(wheel)])
+    return venv
+
+
+def cells(chosen: Sequence[str], wheel: Path, folder: Path) -> dict[tuple[str, int], str]:
+    """Returns the result of each pair of a Python and a minor release of torch 2."""
+    results: dict[tuple[str, int], str] = {}
+    newest = newest_torch(folder)
+    for python in PYTHONS:
+        of_python = {
+            torch: UNTRIED if has_wheel(python, f"torch==2.{torch}.*", folder) else NO_WHEEL
+            for torch in range(OLDEST_TORCH, newest + 1)
+        }
+        there = [torch for torch, result in of_python.items() if result == UNTRIED]
+        for torch in there:
+            cell = f"{python}:2.{torch}"
+            if cell in chosen or (not chosen and torch in (there[0], there[-1])):
+                print("==", cell, flush=True)
+                of_python[torch] = tried(python, torch, wheel, folder / "venv")
+        results |= {(python, torch): result for torch, result in of_python.items()}
+    return results
+
+
+def tried(python: str, torch: int, wheel: Path, venv: Path) -> str:
+    """Install the wheel beside this torch and type the README's quickstart; returns the result."""
+    if not (interpreter := found(python)):
+        return NO_PYTHON
+    pair = [f"torch==2.{torch}.*", f"torchvision==0.{torch + 15}.*"]
+    try:
+        run([interpreter, "-m", "venv", str(venv)])
+        run([str(venv / "bin/pip"), "install", "--quiet", *pair, str(wheel)])
+        return said(venv)
+    except subprocess.CalledProcessError as error:
+        print(error, error.stdout, sep="\n", file=sys.stderr)
+        return "failed"
+    finally:
+        shutil.rmtree(venv, ignore_errors=True)
+
+
+def said(venv: Path) -> str:
+    """Type the README's commands that need no Slurm, in an empty directory; returns the result."""
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^\$ (.*--launcher local.*)$", readme, re.M)
+    assert commands, "the README has no quickstart without Slurm"
+    path = f"{venv / 'bin'}:{os.environ['PATH']}"
+    env = {"PATH": path, "HOME": os.environ["HOME"], "VIRTUAL_ENV": str(venv)}
+    with tempfile.TemporaryDirectory() as folder:
+        for command in ("clusterddp --version", *commands):
+            print("$", command, flush=True)
+            output = run(["sh", "-c", command], cwd=folder, env=env)
+            print(*output.splitlines()[-2:], sep="\n", flush=True)
+        where = run([str(venv / "bin/python"), "-c", _WHERE], cwd=folder, env=env)
+    assert Path(where.strip()).is_relative_to(venv.resolve()), where
+    return PASSED if ": done: test accuracy" in output else "failed"
+
+
+_WHERE = "import clusterddp, os; print(os.path.realpath(clusterddp.__file__))"
+
+
+def found(python: str) -> str | None:
+    """Returns a Python of this version that can make environments: on PATH, of pyenv or of uv."""
+    home = Path.home()
+    places = [
+        *filter(None, [shutil.which(f"python{python}")]),
+        *(home / ".pyenv/versions").glob(f"{python}.*/bin/python"),
+        *(home / ".local/share/uv/python").glob(f"cpython-{python}.*/bin/python3"),
+    ]
+    code = "import ensurepip, ssl, ctypes, sys; print('%d.%d' % sys.version_info[:2])"
+    for place in map(str, places):
+        shown = subprocess.run([place, "-c", code], capture_output=True, text=True, check=False)
+        if shown.stdout.strip() == python:
+            return place
+    return None
+
+
+def newest_torch(folder: Path) -> int:
+    """Returns the minor release of torch 2 that pip would install here."""
+    report = folder / "report.json"
+    run([*_resolve(folder), "--report", str(report), "torch"])
+    return int(json.loads(report.read_text())["install"][0]["metadata"]["version"].split(".")[1])
+
+
+def has_wheel(python: str, package: str, folder: Path) -> bool:
+    """Whether the index has a wheel of it for this Python, on a machine like this one."""
+    argv = [*_resolve(folder), "--python-version", python, package]
+    return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+
+
+def table(results: Mapping[tuple[str, int], str]) -> Iterable[str]:
+    """Format the results in Markdown, a row for each Python."""
+    torches = sorted({torch for _, torch in results})
+    yield f"| Python | {' | '.join(f'torch 2.{torch}' for torch in torches)} |"
+    yield f"| --- | {' | '.join('---' for _ in torches)} |"
+    for python in PYTHONS:
+        yield f"| {python} | {' | '.join(results[python, torch] for torch in torches)} |"
+
+
+def run(argv: Sequence[str], **options: object) -> str:
+    """Returns what a command printed, both streams; raises CalledProcessError with it."""
+    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+        argv, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
+    ).stdout
+
+
+def _build(project: Path, folder: Path, target: str) -> None:
+    run([sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)], cwd=project)
+
+
+def _resolve(folder: Path) -> list[str]:
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps"]
+    return [*pip, "--ignore-installed", "--only-binary=:all:", "--target", str(folder / "none")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
