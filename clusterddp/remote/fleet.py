@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,6 +33,11 @@ def run(name: str, argv: Sequence[str]) -> int:
     if name == ALL:
         if command != "runs":
             raise RequestError(f"--on all {command}: only 'runs' asks all clusters. [CD1405]")
+        if any(word.partition("=")[0] == "--watch" for word in argv):
+            raise RequestError(
+                "--on all runs asks each cluster once. Leave out --watch, or name a cluster. "
+                "[CD1405]"
+            )
         return _runs(argv)
     if name == ANY:
         if command != "submit":
@@ -49,6 +53,11 @@ def _clusters() -> list[cluster.Cluster]:
         raise RequestError(
             "site.cfg names no cluster with a host. Add [cluster:NAME] with host = HOST. [CD1405]"
         )
+    for each in found:
+        if each.name in (ALL, ANY):  # it would ask itself, without an end
+            raise RequestError(
+                f"[cluster:{each.name}]: --on {each.name} asks every cluster. Rename it. [CD1405]"
+            )
     return found
 
 
@@ -57,9 +66,10 @@ def _runs(argv: Sequence[str]) -> int:
     as_json = "--json" in argv
     answers = _asked(_clusters(), [*argv, *([] if as_json else ["--json"])])
     found = [
-        {"cluster": name, **each}
+        {**each, "cluster": name}
         for name, (value, _) in answers.items()
         for each in (value if isinstance(value, list) else [])
+        if isinstance(each, dict)
     ]
     if as_json:
         click.echo(json.dumps(found))
@@ -119,7 +129,7 @@ def _asked(found: Sequence[cluster.Cluster], argv: Sequence[str]) -> dict[str, t
 
 
 def _ask(where: cluster.Cluster, argv: Sequence[str]) -> tuple[object, str]:
-    own = [sys.executable, "-m", "clusterddp", "--on", where.name, *argv]
+    own = session.command(where.name, argv)
     try:
         # ConnectTimeout is not enough: a host can accept a connection and stay silent.
         reached = _call(session.reach(where.host), _REACH_SECONDS)
@@ -127,7 +137,8 @@ def _ask(where: cluster.Cluster, argv: Sequence[str]) -> tuple[object, str]:
         if not answer.returncode:
             return json.loads(answer.stdout), ""
         _, _, words = answer.stderr.strip().rpartition("\n")
-        return None, words.removeprefix("clusterddp: ") or f"exit code {answer.returncode}"
+        said = formatting.line(words.removeprefix("clusterddp: "))
+        return None, said or f"exit code {answer.returncode}"
     except subprocess.TimeoutExpired as late:
         return None, f"no answer in {formatting.setting(late.timeout)}"
     except ValueError:

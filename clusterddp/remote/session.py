@@ -18,6 +18,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -82,6 +83,13 @@ def reach(host: str) -> list[str]:
     return ["ssh", *_options_for(host), "-oBatchMode=yes", "-T", "-x", "--", host, "true"]
 
 
+def command(on: str, argv: Sequence[str]) -> list[str]:
+    """Return the command that runs another session; no module of the directory shadows ours."""
+    paths = "import sys; sys.path[:] = [sys.argv.pop(1), *filter(None, sys.path)]"
+    start = f"{paths}; from clusterddp.__main__ import main; main()"
+    return [sys.executable, "-c", start, str(Path(__file__).parents[2]), f"--on={on}", *argv]
+
+
 def _refuse(name: str, words: Sequence[str]) -> None:
     """Raise RequestError for what a login node that was only lent clusterddp cannot do."""
     if "--no-snapshot" in _options(words):
@@ -99,6 +107,22 @@ def _refuse(name: str, words: Sequence[str]) -> None:
 def _options(words: Sequence[str]) -> Sequence[str]:
     """Return the words before COMMAND."""
     return words[: [*words, "--"].index("--")]
+
+
+def _file_here(words: Sequence[str]) -> tuple[list[str], str, str]:
+    """Let a report be printed; return its words, and the option and file that name it here.
+
+    Raises RequestError for a file that cannot be written.
+    """
+    typed = [(flag, _typed(words, flag)) for flag in ("--html", "--csv") if words[:1] == ["report"]]
+    for flag, names in typed:
+        if names and names[-1] != "-":
+            from clusterddp.reporting.plots import check_file
+
+            check_file(flag, names[-1], formats=())
+            end = len(_options(words))
+            return [*words[:end], f"{flag}=-", *words[end:]], flag, names[-1]
+    return [*words], "", ""
 
 
 def _typed(words: Sequence[str], flag: str) -> list[str]:
@@ -136,11 +160,13 @@ class _Session:
     """One command on a cluster."""
 
     def __init__(self, cluster: Cluster, argv: Sequence[str], here: Path) -> None:
-        self._cluster, self.words, self._here = cluster, [*argv], here
+        self._cluster, self._here = cluster, here
+        self.words, self._flag, self._file = _file_here(argv)
+        self._kept = bytearray()
         self._command = next(iter(argv), "")
         self._marker = f"clusterddp-{secrets.token_hex(8)}"
         self._tree: Tree | None = None
-        self._reads = "-" in argv or (self._command in _ASKS and os.isatty(0))
+        self._reads = "-" in _options(argv) or (self._command in _ASKS and os.isatty(0))
         self._is_verbatim = self._command not in _SUGGESTING or "--dry-run" in argv
         self._begun = self.is_sent = False
 
@@ -189,7 +215,7 @@ class _Session:
             {
                 "argv": [_bytes(word) for word in self.words],
                 "environ": {name: _bytes(value) for name, value in environ.items()},
-                "terminals": [os.isatty(each) for each in range(3)],
+                "terminals": [os.isatty(n) and not (n == 1 and self._file) for n in range(3)],
                 "tree": self._tree.digest if self._tree else "",
                 "workdir": _bytes(self._tree.workdir) if self._tree else "",
                 "commit": self._tree.commit if self._tree else "",
@@ -206,7 +232,10 @@ class _Session:
             if kind in (frames.OUT, frames.ERR):
                 is_out = kind == frames.OUT
                 shown = content if is_out and self._is_verbatim else self._named(content)
-                frames.write(1 if is_out else 2, shown)
+                if is_out and self._file:
+                    self._kept += content
+                else:
+                    frames.write(1 if is_out else 2, shown)
             elif kind == frames.TREE and self._tree:
                 _write(to, frames.frame(frames.MANIFEST, self._tree.content))
             elif kind == frames.WANTED and self._tree:
@@ -216,6 +245,11 @@ class _Session:
                 if not self._reads:
                     _write(to, frames.frame(frames.INPUT))
             elif kind == frames.EXIT:
+                if self._file and content == b"0":
+                    from clusterddp.reporting.plots import write_file
+
+                    said = write_file(self._flag, self._file, bytes(self._kept))
+                    frames.write(1, os.fsencode(f"{said}\n"))
                 return int(content)
         words = "The command continues there unless it only shows something."
         raise ConnectionError(

@@ -7,6 +7,7 @@ hosts: the legend is text below the plot. The scaling of a comparison can be sav
 import colorsys
 import io
 import math
+import os
 import re
 import struct
 import textwrap
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 from markupsafe import Markup
 
 from clusterddp.errors import RequestError
+from clusterddp.files import write_atomically
 from clusterddp.reporting import sweep
 from clusterddp.reporting.gather import Gathered, RunReport
 from clusterddp.reporting.sweep import USUAL, Curve, SweepReport, curve, label
@@ -257,6 +259,19 @@ def check_file(option: str, name: str, formats: Sequence[str] = FORMATS) -> None
         )
     if formats and path.suffix not in formats:
         raise RequestError(f"{option}: {name!r} must end in {' or '.join(formats)}. [CD0108]")
+
+
+def write_file(option: str, name: str, content: bytes) -> str:
+    """Write a file that an option names; return a line that says so. Raises RequestError."""
+    path = Path(os.path.realpath(name))  # keep a symbolic link
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)  # a device or a pipe cannot be replaced
+        else:
+            write_atomically(path, content)
+    except OSError as error:
+        raise RequestError(f"{option}: cannot write {name}: {error.strerror}. [CD0108]") from None
+    return f"wrote {name}"
 
 
 def save_scaling(scaling: Scaling, path: Path, subtitle: Sequence[str]) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 
 from tests.remote.sshd import SSHD, Host
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE, wait_for
 
 SUBMIT = ("submit", "--preflight", "none", "--force", "--run-name")
 
@@ -57,10 +60,20 @@ def with_sbatch(host: Host, lines: str) -> Path:
 
 
 def reading(host: Host) -> subprocess.Popen[str]:
-    """A command that waits for its stdin there."""
+    """A command that reads its stdin there; this end knows that it has begun."""
     process = started(host, "check", "-")
+    assert process.stdin
+    process.stdin.write("#!/bin/sh\n")
+    process.stdin.flush()
+    wait_for(lambda: not unread(process), "stdin is taken, which follows BEGUN")
     wait_for(lambda: processes(host.there / "trees"), "the command runs")
     return process
+
+
+def unread(process: subprocess.Popen[str]) -> int:
+    """How many bytes of its stdin a process has not yet read."""
+    assert process.stdin
+    return int.from_bytes(fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_ctrl_c_interrupts_the_command_there(host: Host) -> None:
@@ -84,18 +97,22 @@ def test_a_lost_connection_ends_what_only_shows(host: Host) -> None:
 
 def test_a_submission_is_completed_without_its_connection(host: Host) -> None:
     begun, go = host.folder / "begun", host.folder / "go"
+    ends = []
     for fifo in (begun, go):
         fifo.unlink(missing_ok=True)
         os.mkfifo(fifo)
+        ends.append(os.open(fifo, os.O_RDWR))  # opened for both, neither end waits
     calls = with_sbatch(host, f"echo >{begun}; read line <{go}")
     process = started(host, *SUBMIT, "cut", "--", "true")
-    begun.read_text()  # sbatch runs
+    assert select.select(ends[:1], [], [], PATIENCE)[0], "sbatch runs"
     os.kill(ssh_of(process), signal.SIGKILL)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "clusterddp --on big status cut" in said
-    go.write_text("go\n")
+    os.write(ends[1], b"go\n")
     wait_for(lambda: not processes(host.there), "no process there")
+    for end in ends:
+        os.close(end)
     assert calls.read_text() == "x\n"
     assert '"7"' in (host.there / "jobs/cut/events.jsonl").read_text()
     again = host.run(*SUBMIT, "cut", "--", "true")

@@ -1,11 +1,16 @@
 """All clusters at once, and results that are fetched, through a real ssh and sshd."""
 
+import io
 import json
+import os
+import shutil
+import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from clusterddp.remote import fleet
+from clusterddp.remote import fleet, results
 from clusterddp.submission.submit import seconds_until
 from tests.remote.sshd import Host
 
@@ -46,6 +51,114 @@ def test_fetch_of_an_unknown_run_says_so(host: Host) -> None:
     assert "Traceback" not in answer.stderr
 
 
+def test_what_is_here_is_replaced_only_if_it_was_fetched(host: Host) -> None:
+    run = make_run(host, "again")
+    os.link(run / "spec.json", run / "same.json")
+    (run / "events.jsonl").write_text("old")
+    assert host.run("fetch", "again").returncode == 0
+    here = host.work / "jobs/again"
+    assert (here / "same.json").read_text() == "{}"
+    (run / "events.jsonl").write_text("new")
+    assert host.run("fetch", "again").returncode == 0
+    assert (here / "events.jsonl").read_text() == "new"
+    (here / ".fetched-from").unlink()
+    refused = host.run("fetch", "again")
+    assert refused.returncode == 2
+    assert "jobs/again is here already" in refused.stderr
+    (here / "spec.json").unlink()
+    (here / "spec.json").mkdir()
+    refused = host.run("fetch", "again", f"--to={here}")
+    assert "[CD0108]" in refused.stderr
+    assert not list(here.rglob(".fetch-*"))
+    shutil.rmtree(host.work / "jobs")
+
+
+def sent(*members: tuple[str, bytes, bytes], run: str = "x") -> bytes:
+    """An archive, as a cluster sends it; each member has a name, a type and a content."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w|gz", pax_headers={"run": run}) as archive:
+        for name, kind, data in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.size, member.linkname = kind, len(data), "/etc/passwd"
+            archive.addfile(member, io.BytesIO(data))
+    return content.getvalue()
+
+
+def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes, code: int = 0) -> int:
+    (tmp_path / "sent").write_bytes(content)
+    words = ["sh", "-c", f"cat '{tmp_path}/sent'; exit {code}"]
+    monkeypatch.setattr(results.session, "command", lambda *_: words)
+    monkeypatch.chdir(tmp_path)
+    return results.fetch("big", "x", (), tmp_path / "to")[0]
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        ("../out", tarfile.REGTYPE, b"x"),
+        ("/tmp/far-out", tarfile.REGTYPE, b"x"),
+        ("link", tarfile.SYMTYPE, b""),
+        ("link", tarfile.LNKTYPE, b""),
+        ("pipe", tarfile.FIFOTYPE, b""),
+        (".fetched-from", tarfile.REGTYPE, b"x"),
+    ],
+)
+def test_a_hostile_archive_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, member: tuple[str, bytes, bytes]
+) -> None:
+    content = sent(("fine", tarfile.REGTYPE, b"x"), member)
+    with pytest.raises(results.RequestError, match="CD1406"):
+        fetched(monkeypatch, tmp_path, content)
+    assert {path.name for path in tmp_path.rglob("*")} == {"sent", "to", "fine"}
+
+
+def test_a_link_here_leads_nothing_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("to", "else"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "to/link").symlink_to("../else")
+    with pytest.raises(results.RequestError, match="CD1406"):
+        fetched(monkeypatch, tmp_path, sent(("link/file", tarfile.REGTYPE, b"x")))
+    assert not list((tmp_path / "else").iterdir())
+
+
+@pytest.mark.parametrize("run", ["", "..", "a/b", "/tmp"])
+def test_a_hostile_name_of_a_run_is_refused(run: str) -> None:
+    with pytest.raises(results.RequestError, match="as the name of a run"):
+        results._default(run, "big")
+
+
+def test_a_file_that_was_cut_off_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    content = sent(("whole", tarfile.REGTYPE, b"x"), ("cut", tarfile.REGTYPE, os.urandom(90_000)))
+    assert fetched(monkeypatch, tmp_path, content[:50_000], code=1) == 1
+    assert [path.name for path in (tmp_path / "to").iterdir()] == ["whole"]
+    with pytest.raises(results.RequestError, match="sent no archive"):
+        fetched(monkeypatch, tmp_path, b"Welcome\n")
+
+
+def test_a_report_is_written_here(host: Host) -> None:
+    (make_run(host, "drawn") / "metrics.jsonl").write_text('{"step": 1, "train_loss": 2.5}\n')
+    answer = host.run("report", "drawn", "--html", "page.html")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == "wrote page.html\n"
+    assert (host.work / "page.html").read_text().endswith("</html>")
+    assert not list(host.there.rglob("page.html"))
+    host.connections()
+    refused = host.run("report", "drawn", "--html", "missing/page.html")
+    assert "the directory missing does not exist" in refused.stderr
+    assert host.connections() == 0
+    assert host.run("report", "unknown", "--html=no.html").returncode == 2
+    assert not (host.work / "no.html").exists()
+
+
+def test_a_module_in_the_directory_does_not_shadow_ours(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise SystemExit('theirs')")
+    words = fleet.session.command("big", ["--version"])
+    answer = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+
+
 def test_all_clusters_are_asked_and_a_dead_one_is_named(host: Host) -> None:
     make_run(host, "third")
     host.site("[cluster:dead]", "host = nowhere.invalid")
@@ -57,11 +170,21 @@ def test_all_clusters_are_asked_and_a_dead_one_is_named(host: Host) -> None:
     assert "dead shows no runs" in answer.stderr
 
 
-@pytest.mark.parametrize(("on", "command"), [("all", "submit"), ("any", "runs")])
-def test_other_commands_need_one_cluster(host: Host, on: str, command: str) -> None:
-    answer = host.run(command, on=on)
+@pytest.mark.parametrize(
+    ("on", "argv"), [("all", ["submit"]), ("any", ["runs"]), ("all", ["runs", "--watch=3"])]
+)
+def test_other_commands_need_one_cluster(host: Host, on: str, argv: list[str]) -> None:
+    answer = host.run(*argv, on=on)
     assert answer.returncode == 2
     assert "[CD1405]" in answer.stderr
+    assert host.connections() == 0
+
+
+def test_a_section_called_all_does_not_ask_itself(host: Host) -> None:
+    host.site("[cluster:all]", "host = near")
+    answer = host.run("runs", on="all")
+    assert answer.returncode == 2
+    assert "[cluster:all]" in answer.stderr
     assert host.connections() == 0
 
 

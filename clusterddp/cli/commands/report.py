@@ -1,6 +1,5 @@
 """`clusterddp report`: results of runs as text, a table, JSON or an HTML page."""
 
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from clusterddp.cli import main
 from clusterddp.cli.options import JSON_OPTION, SettingsCommand
 from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import OptionError, RequestError
-from clusterddp.files import write_atomically
 from clusterddp.reporting.gather import RunReport, gather
 from clusterddp.reporting.sweep import SweepReport, as_csv, gather_sweep, order_of, table_of
 from clusterddp.reporting.usage import split_usage
@@ -308,13 +306,7 @@ def _row(report: RunReport) -> tuple[str, ...]:
 def _write(option: str, name: str, content: str) -> None:
     if name == "-":
         click.echo(content, nl=False)
-        return
-    path = Path(os.path.realpath(name))  # keep a symbolic link
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(content, encoding="utf-8")  # a device or a pipe cannot be replaced
-        else:
-            write_atomically(path, content.encode())
-    except OSError as error:
-        raise RequestError(f"{option}: cannot write {name}: {error.strerror}. [CD0108]") from None
-    click.echo(f"wrote {name}")
+    else:
+        from clusterddp.reporting import plots
+
+        click.echo(plots.write_file(option, name, content.encode()))
