@@ -347,7 +347,7 @@ class JobSpec(Record):
             self._check_spares()
         self._check_environment()
         self._check_container()
-        if self.log_per == NODE and self.launcher != "sbatch":
+        if self.log_per == NODE and self.launcher not in ("sbatch", IN_ALLOCATION):
             raise OptionError(
                 "--log-per node",
                 f" conflicts with --launcher {self.launcher}: srun labels the lines. Remove one "
@@ -371,6 +371,11 @@ class JobSpec(Record):
             )
         if self.sweep:
             self._check_sweep()
+
+    @property
+    def launched_by(self) -> str:
+        """The option that decides how it starts."""
+        return f"--in {self.hold}" if self.hold else f"--launcher {self.launcher}"
 
     def _defaults(self) -> dict[str, object]:
         """Return the defaults that depend on other fields, by field."""
@@ -538,8 +543,8 @@ class JobSpec(Record):
         if self.launcher != "sbatch":
             raise OptionError(
                 asked,
-                f" conflicts with --launcher {self.launcher}, which cannot choose the nodes of a "
-                "step. Use --launcher sbatch, or no spares. [CD0103]",
+                f" conflicts with {self.launched_by}, which cannot choose the nodes of a step. Use "
+                "--launcher sbatch, or no spares. [CD0103]",
             )
         if self.max_restarts:
             raise OptionError(

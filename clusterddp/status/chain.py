@@ -203,8 +203,8 @@ def check(
             )
         if each.readiness is Readiness.WAITS and not has_queue:
             raise RequestError(
-                f"{asked} has not ended, and --launcher local has no queue to wait in. Wait for it "
-                f"with 'clusterddp logs -f {each.run.cli_name}'. [CD1105]"
+                f"{asked} has not ended, and a run that starts at once has no queue to wait in. "
+                f"Wait for it with 'clusterddp logs -f {each.run.cli_name}'. [CD1105]"
             )
         if each.readiness is Readiness.WAITS and not each.jobs:
             raise RequestError(

@@ -345,7 +345,7 @@ def _full_detail(
     if state == RunState.RUNNING and hold.is_hold(run):
         room = Room.of(events.read(run.events))
         idle = f"idle since {formatting.moment(room.idle_since)}" if room.idle_since else ""
-        return "; ".join(filter(None, (idle, room.describe())))
+        return "; ".join(filter(None, (idle, room.describe() if room.nodes else "")))
     if state == RunState.RUNNING and (at := _latest_attempt(run)):
         return ", ".join(filter(None, (detail, _describe_hang(at))))
     return detail

@@ -12,7 +12,7 @@ from typing import TypeVar
 from clusterddp import formatting, log
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.processes.table import process_alive
-from clusterddp.run import events
+from clusterddp.run import events, hold
 from clusterddp.run.attempt import latest
 from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir, SweepDir
@@ -256,6 +256,9 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
     at_work = attempt is not None and not attempt.end.exists()
     if attempt and at_work:
         attempt.ask_to_stop("stop")
+    if hold.is_hold(run):
+        slurm.signal_script(submission.job_id)
+        return "its runs end, then its job, which gives the nodes back"
     command = run.load_spec().command
     has_loop = attempt is not None and attempt.record.exists()  # a Loop sees the stop file
     if command and submission.is_held:

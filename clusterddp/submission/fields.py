@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clusterddp import log
 from clusterddp.errors import OptionError, RequestError, no_file
 from clusterddp.launchers import SHIPPED, full_name
 from clusterddp.request.options import (
@@ -47,6 +48,8 @@ IMAGES_PYTHON = "python3"
 """Default interpreter of the tasks in an image."""
 _GPU_VALUES = {"device": "cuda", "backend": "nccl", "precision": "tf32", "cuda_graph": "on"}
 """Values of options that require GPUs."""
+_NEED_QUEUE = ("spare_nodes", "test_only", "after", "dependency")
+"""Parameters that an allocation cannot serve."""
 _FURTHER = ("chdir", "comment", "gres", "nice")
 _KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
 """Full names of sbatch(1) directives that --sbatch and --omit-directive accept."""
@@ -54,7 +57,7 @@ _KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
 
 CHANGEABLE = (
     *("resources", "train", "after", "signal", "job_name", "python", "controller_python"),
-    *("requeue", "max_requeues", "retries", "max_restarts", "stage_env"),
+    *("requeue", "max_requeues", "retries", "max_restarts", "stage_env", "launcher", "hold"),
     *(
         "stacks",
         "hang_timeout",
@@ -134,14 +137,24 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
         "slurm_folder": slurm_folder(),
         "signal": "" if values.get("signal") == "none" else values.get("signal"),
     }
-    is_open = given.source("launcher") == DEFAULT
-    if is_open and (values.get("in_hold") or forms.in_salloc_shell(given.environ)):
+    if given.source("launcher") == DEFAULT and _runs_in_allocation(given, sweep):
         fields["launcher"] = IN_ALLOCATION
     staging = fields.get("stage_env", STAGE_OFF)
     if staging == STAGE_OFF or given.source("stage_env") == FLAG:
         return JobSpec(**fields)
     spec = JobSpec(**{**fields, "stage_env": STAGE_OFF})
     return dataclasses.replace(spec, stage_env=staging) if spec.can_stage else spec
+
+
+def _runs_in_allocation(given: Given, sweep: Sweep) -> bool:
+    """Return whether a request without a launcher starts in a hold, or in this shell of salloc."""
+    if given.values.get("in_hold") or not forms.in_salloc_shell(given.environ):
+        return bool(given.values.get("in_hold"))
+    asked = ["sweep"] if sweep else [name for name in _NEED_QUEUE if given.values.get(name)]
+    if asked:
+        option = f"--{asked[0].replace('_', '-')}"
+        log.info(f"{option} needs Slurm's queue, so the allocation of this shell is not used")
+    return not asked
 
 
 def _fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,6 +187,10 @@ def changed(given: Given, before: JobSpec) -> JobSpec:
         fields = {**_NO_CONTAINER, **fields}
     if image is not None and bool(image) != bool(before.container_image):
         fields.setdefault("python", IMAGES_PYTHON if image else OWN_PYTHON)
+    if fields.get("hold"):
+        fields.setdefault("launcher", IN_ALLOCATION)
+    elif "launcher" in fields:
+        fields["hold"] = ""
     fields["resources"] = changed_resources(asked, typed, tasks)
     fields |= _of_command(given, before, fields["resources"])
     if fields.get("signal") == "none":

@@ -44,6 +44,7 @@ from clusterddp.submission.inputs import (
 from clusterddp.submission.programs import check_pythons
 from clusterddp.submission.submit import (
     ask_for_partitions,
+    check_allocation,
     check_commands,
     excluded_from_code,
     reporting_queued_job,
@@ -222,6 +223,8 @@ def submission_folder_of(run: RunDir) -> Iterator[None]:
 def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     """Raise RequestError if a fixed field of a run was changed."""
     new, open_to_change = vars(after), (*CHANGEABLE, *before.program.changeable)
+    if not {before.launcher, after.launcher} <= {"sbatch", IN_ALLOCATION}:
+        open_to_change = tuple(name for name in open_to_change if name != "launcher")
     fixed = [n for n, value in vars(before).items() if n not in open_to_change and value != new[n]]
     if fixed:
         flags = {row.field: f"--{row.name}" for row in REQUEST} | {"environment": "--env"}
@@ -299,11 +302,13 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 def _check_start(before: JobSpec, plan: Resumption, own_code: Path | None, terms: Terms) -> None:
     """Check the job's requirements here, like a first submission."""
     spec = plan.spec
-    question = ask_for_partitions(spec) if spec.resources != before.resources else None
+    check_allocation(spec)
+    is_new = (spec.resources, spec.launcher) != (before.resources, before.launcher)
+    question = ask_for_partitions(spec) if is_new else None
     if (spec.python, spec.controller_python) != (before.python, before.controller_python):
         check_pythons(spec)
     has_queue = spec.launcher not in ("local", IN_ALLOCATION)
-    if has_queue:
+    if spec.launcher != "local":
         bad_nodes.reject_bad_nodelist(Path(spec.run_dir).parent, spec.resources)
     if spec.after:  # before records are written
         chain.check(chain.check_awaited(spec), spec, has_queue=has_queue)

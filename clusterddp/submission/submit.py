@@ -82,7 +82,7 @@ def forecast(spec: JobSpec, script: str, *, check_python: bool = False, force: b
     if spec.launcher in ("local", IN_ALLOCATION):
         raise OptionError(
             "--test-only",
-            f" conflicts with --launcher {spec.launcher}, which has no queue. Remove one of them.",
+            f" conflicts with {spec.launched_by}, which has no queue. Remove one of them.",
         )
     _check(spec, script, check_python=check_python, force=force, fetch=False)
     if spec.after:
@@ -109,10 +109,7 @@ def _check(
 ) -> None:
     """Check a request before anything is created; see `submit`, and `check_inputs` for fetch."""
     _refuse_existing_run(spec)
-    if spec.launcher == IN_ALLOCATION:
-        from clusterddp.launchers import held  # few runs need it
-
-        held.find_allocation(spec)
+    check_allocation(spec)
     if re.fullmatch(r"\d+(_\d+)?", spec.run_name):
         warning(
             f"--run-name {spec.run_name} looks like a job id; it is ambiguous if another run has "
@@ -132,6 +129,14 @@ def _check(
             warning(coded(remark, "CD0112"))
     if question:
         slurm_checks.check_partitions(spec, question.answer(), force=force)
+
+
+def check_allocation(spec: JobSpec) -> None:
+    """Raise RequestError for a run inside an allocation if there is none."""
+    if spec.launcher == IN_ALLOCATION:
+        from clusterddp.launchers import held  # few runs need it
+
+        held.find_allocation(spec)
 
 
 def send(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDir] = ()) -> SentJob:

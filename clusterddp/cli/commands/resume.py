@@ -41,7 +41,7 @@ _REQUEST_OPTIONS = [
     row
     for row in REQUEST
     if (row.group in (RESOURCES, FAULT_TOLERANCE, OUTPUT) and row.name not in _FIXED)
-    or row.parameter in ("python", "controller_python", "stage_env")
+    or row.parameter in ("python", "controller_python", "stage_env", "launcher", "in_hold")
     or row.parameter in (*CONTAINER, *_COMMAND_FIELDS, *_FILE_FIELDS)
 ]
 

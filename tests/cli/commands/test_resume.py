@@ -514,6 +514,14 @@ def test_what_the_changed_request_wastes_is_said_and_what_it_wasted_before_is_no
     assert "each GPU rank gets one CPU" not in said
 
 
+def test_a_run_moves_between_the_queue_and_an_allocation(workplace: Workplace) -> None:
+    stopped(workplace, launcher="held", hold="lab")
+    assert "--exact" in accepted(workplace, "one", "--dry-run", "--in", "other").out
+    assert "--exact" not in accepted(workplace, "one", "--launcher", "sbatch").out
+    assert "--exact" not in sent(workplace)
+    assert "--exact" in accepted(workplace, "one", "--dry-run", "--in", "lab").out
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -527,6 +535,9 @@ def test_what_the_changed_request_wastes_is_said_and_what_it_wasted_before_is_no
         (["--env", "A=1"], "'resume' cannot change --env of one"),
         (["--module", "cuda"], "'resume' cannot change --module of one"),
         (["--setup", "true"], "'resume' cannot change --setup of one"),
+        (["--launcher", "local"], "'resume' cannot change --launcher of one"),
+        (["--in", "lab", "--launcher", "sbatch"], "--in lab conflicts with --launcher sbatch"),
+        (["--in", "lab"], "there is no run 'lab'"),
         (["--", "python", "train.py"], "cannot be given: one runs the built-in training"),
         (["--init-from", "x"], "no such option"),
         (["--runs-dir", "nowhere"], "there is no run"),

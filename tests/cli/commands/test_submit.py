@@ -347,6 +347,25 @@ def test_a_variable_that_would_not_arrive_cannot_be_passed_by_name(
     assert f"--env {name}=VALUE" in refusal("--dry-run", "--env", name)
 
 
+@pytest.mark.parametrize(
+    ("argv", "option"),
+    [
+        (["--log-per", "node"], ""),
+        (["--sweep", "lr=1,2"], "--sweep"),
+        (["--spare-nodes", "1"], "--spare-nodes"),
+        (["--dependency", "afterok:7"], "--dependency"),
+    ],
+)
+def test_in_a_shell_of_salloc_what_needs_the_queue_goes_there(
+    argv: list[str], option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    got = run("--dry-run", *FIXED, *argv)
+    assert got.exit_code == 0, got.stderr
+    assert ("--exact" in got.stdout) is (not option)
+    assert (f"{option} needs Slurm's queue" in got.stderr) is bool(option)
+
+
 def test_sbatch_gets_the_dry_runs_bytes(tmp_path: Path, elsewhere: Path) -> None:
     env = fake_sbatch(tmp_path, f"cat >{tmp_path}/sent; echo 42")
     expected = run("--dry-run", "--run-name", "a", "--", "true", env=env).stdout
