@@ -233,12 +233,15 @@ _POLLS = 20
 def watch_output(
     attempt: Attempt, world_size: int, seconds: float, end: Callable[[], None] | None
 ) -> None:
-    """Print the stacks of all ranks once they have printed nothing for `seconds`.
+    """Print the stacks of all ranks when they have printed nothing for `seconds`.
+
+    After a mere report, twice that time: pauses of its length are normal in this job.
 
     end: ends the tasks, if the request asks for it, once the hung ranks are recorded.
     """
     while _finds_false_alarm(attempt, world_size, seconds, end):
         log.info("the ranks print again: the job continues")
+        seconds *= 1 if end else 2
 
 
 def _finds_false_alarm(
@@ -271,8 +274,12 @@ def _finds_false_alarm(
         record = StalledOutput(round(time.time() - seconds, 3), before, tuple(ranks), where)
         files.write_record(attempt.stalled, vars(record))
     if not end:
-        log.info("the job continues, and this is not printed again; --on-hang end would end it")
-        return False
+        log.info("the job continues; --on-hang end would end it")
+        while printed_bytes(attempt.run) == before:
+            if attempt.is_superseded:
+                return False
+            next(polls)
+        return True
     if printed_bytes(attempt.run) != before:  # reading the stacks takes time
         return True
     _end_hang(attempt, end, lambda: _record_hung_ranks(attempt, rank_stacks, world_size, seconds))

@@ -23,6 +23,7 @@ _ONLY_NAMED = frozenset(
     {
         *("deepspeed", "horovodrun", "composer", "fabric run", "lightning run", "tune run"),
         "colossalai run",
+        *("sbatch", "salloc"),  # each task would submit another job
         *("trl sft", "trl dpo", "trl grpo", "trl kto", "trl reward", "trl rloo"),
         *("llamafactory-cli train", "axolotl train"),
     }

@@ -60,8 +60,8 @@ _NO_CONFIGURATION = re.compile(
 )
 _UNCONFIGURED = "Slurm on this machine has no configuration (slurm.conf)"
 _ELSEWHERE = (
-    "Submit from a login node of a cluster, use --launcher local to rehearse the run here, or "
-    "--dry-run to print its script."
+    "Submit from a login node of a cluster, or to it with clusterddp --on HOST submit; use "
+    "--launcher local to rehearse the run here, or --dry-run to print its script."
 )
 _SLURMD_PORT = 6818  # SlurmdPort of slurm.conf(5)
 _CONF_FOLDERS = ("/run/slurm/conf", "/etc/slurm")  # slurm.conf(5); the first: configless

@@ -206,6 +206,10 @@ class Sleep:
     def __init__(self, **happens: Callable[[], object]) -> None:
         self.pauses, self.seconds, self._happens = 0, 0.0, happens
 
+    @property
+    def is_over(self) -> bool:
+        return all(int(name.removeprefix("in_")) <= self.pauses for name in self._happens)
+
     def __call__(self, seconds: float) -> None:
         self.pauses += 1
         self.seconds += seconds
@@ -221,6 +225,10 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 def watch(attempt: Attempt, sleep: Sleep, end: Callable[[], None] | None = None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(polling, "pause", sleep)
+        attempt.stalled.unlink(missing_ok=True)
+        if not end:  # a later attempt begins after the report
+            is_over = property(lambda self: self.stalled.exists() and sleep.is_over)
+            patch.setattr(Attempt, "is_superseded", is_over)
         step_watch.watch_output(attempt, 4, 600.0, end)
 
 
@@ -253,6 +261,15 @@ def test_whatever_a_rank_prints_begins_the_time_anew(attempt: Attempt) -> None:
     )
     watch(attempt, own)
     assert own.pauses == quiet.pauses + 5
+
+
+@pytest.mark.usefixtures("found")
+def test_a_hang_after_a_false_alarm_is_reported_too(attempt: Attempt, logged: list[str]) -> None:
+    log = attempt.run.logs / "rank-3.log"
+    sleep = Sleep(in_25=lambda: log.write_text("imported\n"), in_70=lambda: None)
+    watch(attempt, sleep)
+    reports = [line.partition(". ")[0] for line in logged if line.startswith("no rank has")]
+    assert reports == [f"no rank has printed anything for {silence}" for silence in ("10m", "20m")]
 
 
 @pytest.mark.usefixtures("found", "logged")
