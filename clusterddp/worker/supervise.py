@@ -24,6 +24,7 @@ from typing import NoReturn
 
 from clusterddp import files, log, polling
 from clusterddp.errors import (
+    CODE_AT_END,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
@@ -529,6 +530,9 @@ def parse_abort(log: str, *, of_command: bool = False) -> TaskError | None:
 
 
 def _error(kind: str, message: str | None) -> TaskError:
-    text = clean(message or "")[:MAX_MESSAGE]
+    whole = clean(message or "")
+    ours = CODE_AT_END.search(whole) if kind.startswith("clusterddp.") else None
+    text = whole[: min(MAX_MESSAGE, ours.start() if ours else MAX_MESSAGE)]
     lost = bool(_TORCHS_ERROR.fullmatch(kind)) and _names_lost_peer(text)
-    return TaskError(clean(kind)[:_MAX_TYPE], text, lost, of_command=True)
+    code = ours[1] if ours else ""
+    return TaskError(clean(kind)[:_MAX_TYPE], text, lost, of_command=True, code=code)

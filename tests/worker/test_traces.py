@@ -44,6 +44,12 @@ def test_the_last_traceback_names_the_exception(log: str, type_: str, message: s
     assert parse_traceback(log) == TaskError(type_, message, of_command=True)
 
 
+def test_an_error_of_this_package_in_a_users_script_keeps_its_code() -> None:
+    words = f"two ranks {'x' * MAX_MESSAGE}. [CD0816]"
+    errors = [parse_traceback(f"{FRAMES}{kind}: {words}\n") for kind in ("clusterddp.E", "E")]
+    assert [error and error.code for error in errors] == ["CD0816", ""]
+
+
 CALLED = "subprocess.CalledProcessError: Command '['/bin/python', 't.py']' returned 1."
 CHILD = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\nt.py FAILED\n"
 CLOSED = "RuntimeError: [gloo/pair.cc:534] Connection closed by peer [10.77.0.3]:1"
