@@ -366,6 +366,16 @@ def test_in_a_shell_of_salloc_what_needs_the_queue_goes_there(
     assert (f"{option} needs Slurm's queue" in got.stderr) is bool(option)
 
 
+@pytest.mark.parametrize(
+    ("launcher", "node"), [("held", "CLUSTERDDP_NODES%%"), ("sbatch", "SLURMD")]
+)
+def test_torchruns_agents_meet_on_the_first_node_of_the_run(launcher: str, node: str) -> None:
+    """In an allocation, the script may run on another node, or on the login host."""
+    script = run("--dry-run", *FIXED, "--template", "torchrun", "--launcher", launcher).stdout
+    [line] = [line for line in script.splitlines() if line.startswith("export MASTER_ADDR")]
+    assert node in line
+
+
 def test_sbatch_gets_the_dry_runs_bytes(tmp_path: Path, elsewhere: Path) -> None:
     env = fake_sbatch(tmp_path, f"cat >{tmp_path}/sent; echo 42")
     expected = run("--dry-run", "--run-name", "a", "--", "true", env=env).stdout
