@@ -16,6 +16,7 @@ STOPPED = {"stopped": "finished", "loop": "requeued", "sharded": "requeued"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.name)
 def test_kept_runs_resume_at_their_step_and_a_kept_script_runs(
     cluster: SlurmCluster, tmp_path: Path, version: Path
