@@ -10,13 +10,11 @@ five minutes). Without --cell: of each Python the oldest and the newest torch th
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -49,8 +47,7 @@ def distributions(folder: Path) -> Path:
     """Returns the wheel, built from the source distribution; raises where an index refuses one."""
     _build(ROOT, folder, "sdist")
     [archive] = folder.glob("*.tar.gz")
-    with tarfile.open(archive) as sources:
-        sources.extractall(folder, filter="data")
+    run(["tar", "-xzf", str(archive), "-C", str(folder)])
     _build(folder / archive.name.removesuffix(".tar.gz"), folder, "wheel")
     _build(ROOT / "client", folder, "wheel")
     files = sorted([*folder.glob("*.whl"), archive])
@@ -73,20 +70,18 @@ def install_shared(wheel: Path, venv: Path) -> Path:
 
 def cells(chosen: Sequence[str], wheel: Path, folder: Path) -> dict[tuple[str, int], str]:
     """Returns the result of each pair of a Python and a minor release of torch 2."""
-    results: dict[tuple[str, int], str] = {}
-    newest = newest_torch(folder)
-    for python in PYTHONS:
-        of_python = {
-            torch: UNTRIED if has_wheel(python, f"torch==2.{torch}.*", folder) else NO_WHEEL
-            for torch in range(OLDEST_TORCH, newest + 1)
-        }
-        there = [torch for torch, result in of_python.items() if result == UNTRIED]
-        for torch in there:
-            cell = f"{python}:2.{torch}"
-            if cell in chosen or (not chosen and torch in (there[0], there[-1])):
-                print("==", cell, flush=True)
-                of_python[torch] = tried(python, torch, wheel, folder / "venv")
-        results |= {(python, torch): result for torch, result in of_python.items()}
+    there = {python: torches(python) for python in PYTHONS}
+    every = range(OLDEST_TORCH, max(map(max, filter(None, there.values()))) + 1)
+    results = {
+        (python, torch): UNTRIED if torch in there[python] else NO_WHEEL
+        for python in PYTHONS
+        for torch in every
+    }
+    for python, torch in [cell for cell, result in results.items() if result == UNTRIED]:
+        cell = f"{python}:2.{torch}"
+        if cell in chosen or (not chosen and torch in (there[python][0], there[python][-1])):
+            print("==", cell, flush=True)
+            results[python, torch] = tried(python, torch, wheel, folder / "venv")
     return results
 
 
@@ -142,17 +137,16 @@ def found(python: str) -> str | None:
     return None
 
 
-def newest_torch(folder: Path) -> int:
-    """Returns the minor release of torch 2 that pip would install here."""
-    report = folder / "report.json"
-    run([*_resolve(folder), "--report", str(report), "torch"])
-    return int(json.loads(report.read_text())["install"][0]["metadata"]["version"].split(".")[1])
-
-
-def has_wheel(python: str, package: str, folder: Path) -> bool:
-    """Whether the index has a wheel of it for this Python, on a machine like this one."""
-    argv = [*_resolve(folder), "--python-version", python, package]
-    return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+def torches(python: str) -> list[int]:
+    """Returns the minor releases of torch 2 that have wheels for this Python and machine."""
+    pip = [sys.executable, "-m", "pip", "index", "versions", "torch", "--only-binary=:all:"]
+    done = subprocess.run(
+        [*pip, "--python-version", python], capture_output=True, text=True, check=False
+    )
+    if done.returncode and "No matching distribution" not in done.stderr:
+        raise subprocess.CalledProcessError(done.returncode, pip, done.stdout, done.stderr)
+    minors = {int(minor) for minor in re.findall(r"\b2\.(\d+)\.\d+", done.stdout)}
+    return sorted(minor for minor in minors if minor >= OLDEST_TORCH)
 
 
 def table(results: Mapping[tuple[str, int], str]) -> Iterable[str]:
@@ -173,11 +167,6 @@ def run(argv: Sequence[str], **options: object) -> str:
 
 def _build(project: Path, folder: Path, target: str) -> None:
     run([sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)], cwd=project)
-
-
-def _resolve(folder: Path) -> list[str]:
-    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps"]
-    return [*pip, "--ignore-installed", "--only-binary=:all:", "--target", str(folder / "none")]
 
 
 if __name__ == "__main__":
