@@ -43,6 +43,7 @@ COMMANDS = {
     "stacks": "Show where each rank of a running job is.",
     "checkpoints": "List and verify the checkpoints of a run.",
     "report": "Show results of runs, also as an HTML page.",
+    "tensorboard": "Show the metrics of a run in TensorBoard.",
     "fetch": "Copy the results of a run from a cluster.",
     "hold": "Hold nodes, in which runs start at once.",
     "release": "End a hold.",
@@ -70,7 +71,7 @@ COMMANDS = {
 }
 _GROUPS = {
     "Run": "submit debug train compare hold release",
-    "Watch": "runs status logs stacks checkpoints report fetch",
+    "Watch": "runs status logs stacks checkpoints report tensorboard fetch",
     "Resume and clean up": "resume stop cancel clean rm",
     "Your scripts": "check import exec env",
     "This site": "doctor site templates bad-nodes data explain completion",
@@ -89,6 +90,8 @@ QUICK = {
 """Commands that read, print and exit; `submit` calls `enable_gc` itself if it does more."""
 
 
+_AT_BOTH_ENDS = {"fetch": "--pack", "tensorboard": "--serve"}
+"""Commands that run here, too, with --on; and the flag of the cluster's part."""
 _FORWARDED, ON = "clusterddp.forwarded", "clusterddp.on"
 
 
@@ -125,7 +128,8 @@ class LazyGroup(click.Group):
         if name is not None:
             enable_gc()
             words = ctx.meta[_FORWARDED]
-            if words[:1] != ["fetch"] or "--pack" in words:
+            clusters_part = _AT_BOTH_ENDS.get(next(iter(words), ""))
+            if clusters_part is None or clusters_part in words:
                 from clusterddp.remote.fleet import run
 
                 return run(name, words)

@@ -80,7 +80,7 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def reach(host: str) -> list[str]:
     """Return the command that logs in and does nothing; it asks for no password."""
-    return ["ssh", *_options_for(host), "-oBatchMode=yes", "-T", "-x", "--", host, "true"]
+    return ["ssh", *options_for(host), "-oBatchMode=yes", "-T", "-x", "--", host, "true"]
 
 
 def command(on: str, argv: Sequence[str]) -> list[str]:
@@ -332,7 +332,7 @@ def _ssh(host: str, command: str) -> Iterator[subprocess.Popen[bytes]]:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         process = subprocess.Popen(
-            ["ssh", *_options_for(host), "-T", "-x", "--", host, command],
+            ["ssh", *options_for(host), "-T", "-x", "--", host, command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -357,7 +357,7 @@ def _close(stream: IO[bytes] | None) -> None:
             stream.close()
 
 
-def _options_for(host: str) -> list[str]:
+def options_for(host: str) -> list[str]:
     """Return options for what the person's own configuration of ssh leaves open."""
     answer = subprocess.run(
         ["ssh", "-G", "--", host], capture_output=True, text=True, errors="replace", check=False
