@@ -91,8 +91,10 @@ def tried(python: str, torch: int, wheel: Path, venv: Path) -> str:
         return NO_PYTHON
     pair = [f"torch==2.{torch}.*", f"torchvision==0.{torch + 15}.*"]
     try:
-        run([interpreter, "-m", "venv", str(venv)])
-        run([str(venv / "bin/pip"), "install", "--quiet", *pair, str(wheel)])
+        run([interpreter, "-I", "-m", "venv", str(venv)])
+        # -I: pip takes what a PYTHONPATH has as installed.
+        pip = [str(venv / "bin/python"), "-I", "-m", "pip", "install", "--quiet"]
+        run([*pip, *pair, str(wheel)])
         return said(venv)
     except subprocess.CalledProcessError as error:
         print(error, error.stdout, sep="\n", file=sys.stderr)
