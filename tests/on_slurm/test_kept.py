@@ -28,7 +28,7 @@ def test_kept_runs_resume_at_their_step_and_a_kept_script_runs(
     script = script.replace("/jobs/finished", "/jobs/again")
     jobs.append(cluster.sbatch(script, "--parsable", cwd=kept.folder))
     for job in jobs:
-        cluster.wait_job(job)
+        cluster.wait_job(job, timeout=500)
     for name, whole in STOPPED.items():
         run = RunDir(kept.folder / "jobs" / name)
         status = _typed(cluster, kept, "status", name, "--json")
