@@ -33,8 +33,8 @@ def test_the_page_is_reached_until_ctrl_c(
         config.write_text(
             f"{whole} ControlMaster auto\n ControlPath {socket}\n ControlPersist 60\n"
         )
+    process = started(host, "tensorboard", "--port=0", run.name, start_new_session=True)
     try:
-        process = started(host, "tensorboard", "--port=0", run.name, start_new_session=True)
         found = re.search(r"http://127\.0\.0\.1:\d+", text := wait_until(process, "/\n"))
         assert found
         assert urllib.request.urlopen(text.strip(), timeout=60).status == 200
@@ -49,6 +49,9 @@ def test_the_page_is_reached_until_ctrl_c(
             urllib.request.urlopen(text.strip(), timeout=60)
         wait_for(lambda: not processes(host.there), "no process there")
     finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            process.communicate(timeout=60)
         config.write_text(whole)
         subprocess.run(["ssh", "-S", socket, "-O", "exit", "near"], stderr=-3, check=False)
 
