@@ -245,8 +245,10 @@ def _tcp_store(
     address: str, port: int, seconds: float, bound: socket.socket | None = None
 ) -> "Store":
     """Connect to a store, or serve one on a bound socket, which it takes over."""
+    import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
 
+    minor = tuple(map(int, torch.__version__.split(".")[:2]))
     store: Store = TCPStore(
         address,
         port,
@@ -255,6 +257,7 @@ def _tcp_store(
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
         master_listen_fd=bound.detach() if bound else None,
+        use_libuv=minor >= (2, 8),  # before, libuv's server refuses a bound socket
     )
     return store
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +153,8 @@ def test_a_rank_that_is_at_work_is_waited_for(
             for rank in (1, 2):
                 step.record(rank, **ENDED)
 
-    clock = SimpleNamespace(monotonic=lambda: looks * 0.02)
+    # sleep: for the watches of other tests, which are threads
+    clock = SimpleNamespace(monotonic=lambda: looks * 0.02, sleep=time.sleep)
     monkeypatch.setattr(step_watch, "time", clock)
     monkeypatch.setattr(polling, "time", clock)
     monkeypatch.setattr(polling, "pause", sleep)
@@ -182,7 +184,8 @@ def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatc
             assert step.cancelled == []
             step.attempt.renew_liveness(looks)
 
-    clock = SimpleNamespace(monotonic=lambda: looks * 0.02)
+    # sleep: for the watches of other tests, which are threads
+    clock = SimpleNamespace(monotonic=lambda: looks * 0.02, sleep=time.sleep)
     monkeypatch.setattr(step_watch, "time", clock)
     monkeypatch.setattr(polling, "time", clock)
     monkeypatch.setattr(polling, "pause", sleep)
