@@ -36,7 +36,7 @@ chroot . sh -c "dpkg --purge --force-all \\$($names)" \\
   >/dev/null 2>&1 || :
 ip link set lo up
 exec chroot . env -i HOME=/root LANG=C.UTF-8 "PATH=$path" "PYTHONPATH=$sources" \\
-  sh -c 'cd "$PYTHONPATH" && ! command -v git srun && exec "$@"' sh "$@"
+  sh -c 'cd "$PYTHONPATH" && ! command -v git && ! command -v srun && exec "$@"' sh "$@"
 """
 
 

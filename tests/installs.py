@@ -97,7 +97,7 @@ def tried(python: str, torch: int, wheel: Path, venv: Path) -> str:
         run([*pip, *pair, str(wheel)])
         return said(venv)
     except subprocess.CalledProcessError as error:
-        print(error, error.stdout, sep="\n", file=sys.stderr)
+        print(error, file=sys.stderr)
         return "failed"
     finally:
         shutil.rmtree(venv, ignore_errors=True)
@@ -162,9 +162,13 @@ def table(results: Mapping[tuple[str, int], str]) -> Iterable[str]:
 
 def run(argv: Sequence[str], **options: object) -> str:
     """Returns what a command printed, both streams; raises CalledProcessError with it."""
-    return subprocess.run(  # type: ignore[call-overload, no-any-return]
-        argv, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
-    ).stdout
+    try:
+        return subprocess.run(  # type: ignore[call-overload, no-any-return]
+            argv, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
+        ).stdout
+    except subprocess.CalledProcessError as error:
+        print(error.stdout, file=sys.stderr)
+        raise
 
 
 def _build(project: Path, folder: Path, target: str) -> None:

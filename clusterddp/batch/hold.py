@@ -68,8 +68,13 @@ class _Hold:
         while not why:
             self._signals.wait(0 if self._is_released else _POLL_SECONDS)
             names = self._signals.take()
-            self._reap()
-            history = History.read(self._run)
+            try:
+                self._reap()
+                history = History.read(self._run)
+            except OSError:  # of a busy file system: read again at the next look
+                if "TERM" not in names:
+                    continue
+                history = History(self._run, ())
             room = Room.of(history.events)
             if "TERM" in names:
                 ending = slurm.ending(self._job_id, 0)
@@ -92,7 +97,8 @@ class _Hold:
         while self._keepers:  # they record their results
             self._signals.wait(_POLL_SECONDS)
             self._signals.take()
-            self._reap()
+            with contextlib.suppress(OSError):
+                self._reap()
         for name, request in hold.take(self._run):
             self._record(RunInHold(run=request.run, request=name, why=f"it ends: {why}"))
         self._record(events.Ended(cause=cause, exit_code=0, how=why, why=why))
@@ -100,11 +106,10 @@ class _Hold:
 
     def _begin(self, name: str, request: Request) -> None:
         """Start a run on free nodes, or refuse it."""
-        run, room = RunDir(Path(request.run)), Room.of(events.read(self._run.events))
-        asked = RunInHold(run=request.run, request=name)
+        run, asked = RunDir(Path(request.run)), RunInHold(run=request.run, request=name)
         try:
-            nodes = room.choose(request)
-        except RequestError as error:
+            nodes = Room.of(events.read(self._run.events)).choose(request)
+        except (RequestError, OSError) as error:
             self._record(replace(asked, why=str(error)))
             return
         try:

@@ -52,6 +52,12 @@ RUNS_DIR_OPTION = click.option(
 """Same option as in `submit`."""
 
 
+def typed_runs_dir(root: Path) -> list[str]:
+    """Return the option for the cluster's part of a command, if it was typed."""
+    typed = source(click.get_current_context(), "runs_dir") == FLAG
+    return [f"--runs-dir={root}"] if typed else []
+
+
 def refuse_misspelt(ctx: click.Context, root: Path) -> None:
     """Refuse a typed runs directory that does not exist."""
     if source(ctx, "runs_dir") == FLAG and not root.is_dir():

@@ -60,7 +60,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
     if held_by:
         return _submit_to_hold(spec, held_by, job_id, request)
     parent = os.getpid()
-    with _alone(run.path.parent):
+    with _alone(Path.home()):
         try:
             chosen = Room(nodes, (), _runs_of(job_id)).choose(request)
         except RequestError as error:
@@ -126,12 +126,12 @@ def _checked(spec: JobSpec, run: RunDir, job_id: str) -> tuple[hold.Request, tup
         "mem": asked.mem,
         "time": asked.time,
     }
-    bad = bad_nodes.read_for(History.read(run))
+    bad = {} if "exclude" in spec.omit_directives else bad_nodes.read_for(History.read(run))
     unwanted = {
         **{host: f"bad: {node.reason}" for host, node in bad.items()},
         **dict.fromkeys(hosts_of(asked.exclude), "--exclude"),
     }
-    named = hosts_of(asked.nodelist)
+    named = [*dict.fromkeys(hosts_of(asked.nodelist))]
     usable = allocation.usable(
         shares, left, wanted, f"job {job_id}", named=named, unwanted=unwanted
     )
@@ -147,6 +147,25 @@ def _submit_to_hold(spec: JobSpec, held_by: RunDir, job_id: str, request: hold.R
         names = {*spec.pass_environment, *_LOGIN.split()}
         environ = {name: value for name, value in environ.items() if name in names}
     name = hold.ask(held_by, replace(request, environ=environ))
+    try:
+        if _is_accepted(spec, held_by, name, job_id):
+            return SentJob(job_id)
+    except (KeyboardInterrupt, OSError):
+        hold.withdraw(held_by, name)  # else it may start what the user has given up
+        raise
+    if hold.withdraw(held_by, name):
+        raise RequestError(
+            f"--in {spec.hold}: no answer for {_ANSWER_SECONDS:g} s; the request is withdrawn. "
+            f"See 'clusterddp status {spec.hold}'. [CD0421]"
+        )
+    raise SlurmError(
+        f"{spec.hold} has not answered for {_ANSWER_SECONDS:g} s, so it may still start the run. "
+        f"See: clusterddp status {RunDir(Path(request.run)).cli_name} [CD0421]"
+    )
+
+
+def _is_accepted(spec: JobSpec, held_by: RunDir, name: str, job_id: str) -> bool:
+    """Wait for a hold's answer; return False without one. Raises RequestError if it refuses."""
     for _ in polling.poll(_ANSWER_SECONDS, every=polling.RECORDS_POLL_SECONDS):
         with suppress(SlurmError):  # asked again
             slurm.signal_script(job_id)
@@ -158,18 +177,10 @@ def _submit_to_hold(spec: JobSpec, held_by: RunDir, job_id: str, request: hold.R
             ]
             if of_run and of_run[0].nodelist:
                 log.info(f"{spec.hold} starts it at once on {of_run[0].nodelist}; no requeue there")
-                return SentJob(job_id)
+                return True
             if of_run:
                 raise RequestError(f"--in {spec.hold}: {of_run[0].why}. [CD0419]")
-    if hold.withdraw(held_by, name):
-        raise RequestError(
-            f"--in {spec.hold}: no answer for {_ANSWER_SECONDS:g} s; the request is withdrawn. "
-            f"See 'clusterddp status {spec.hold}'. [CD0421]"
-        )
-    raise SlurmError(
-        f"{spec.hold} has not answered for {_ANSWER_SECONDS:g} s, so it may still start the run. "
-        f"See: clusterddp status {RunDir(Path(request.run)).cli_name} [CD0421]"
-    )
+    return False
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import shlex
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from clusterddp.errors import EXIT_INTERRUPTED, RequestError
@@ -21,6 +21,7 @@ _END_SECONDS = 5.0
 # Its words are not on the command line, which other users of a login node can read.
 _PROGRAM = """\
 import sys
+sys.path[:] = filter(None, sys.path)
 sys.argv[1:] = sys.stdin.read().split("\\0")
 from tensorboard.main import run_main
 run_main()
@@ -34,12 +35,18 @@ def serve(folder: Path, python: str, port: int, show: Callable[[str], None]) -> 
     The address has a random path, without which every request is refused. port: 0 for a
     free one. show: prints the URL. Raises RequestError if TensorBoard does not start.
     """
-    words = [f"--logdir={folder}", "--host=127.0.0.1", f"--port={port}"]
+    # Its data server would have a port without the secret.
+    words = [f"--logdir={folder}", "--host=127.0.0.1", f"--port={port}", "--load_fast=false"]
     words.append(f"--path_prefix=/{secrets.token_urlsafe(16)}")
     said = ""
-    with subprocess.Popen(
-        [python, "-c", _PROGRAM], stdin=subprocess.PIPE, stderr=subprocess.PIPE, errors="replace"
-    ) as process:
+    with (
+        # It writes its address to a file in TMPDIR, which others could read.
+        tempfile.TemporaryDirectory(prefix="ddp-") as own,
+        subprocess.Popen(
+            [python, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, errors="replace", env={**os.environ, "TMPDIR": own},
+        ) as process,
+    ):  # fmt: skip
         assert process.stdin and process.stderr
         try:
             with contextlib.suppress(BrokenPipeError), process.stdin:
@@ -62,18 +69,21 @@ def serve(folder: Path, python: str, port: int, show: Callable[[str], None]) -> 
     return EXIT_INTERRUPTED
 
 
-def forward(on: str, run: str, port: int | None, show: Callable[[str], None]) -> int:
+def forward(
+    on: str, run: str, options: Sequence[str], port: int | None, show: Callable[[str], None]
+) -> int:
     """Serve a run on its cluster, on a port of this machine, until Ctrl-C; return the exit code.
 
-    port: None for TensorBoard's usual one, or a free one. Raises RequestError, ConnectionError.
+    options: further ones for the cluster. port: None for TensorBoard's usual one, or a free one.
+    Raises RequestError, ConnectionError.
     """
-    own = session.command(on, ["tensorboard", "--serve", "--port=0", "--", run])
+    own = session.command(on, ["tensorboard", "--serve", "--port=0", *options, "--", run])
     host = cluster.find(on, os.environ, Path.cwd()).host
     here = free_port(port)
     with subprocess.Popen(own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as far:
         assert far.stdout
         try:
-            if not (found := _URL.search(far.stdout.readline())):
+            if not (found := next(filter(None, map(_URL.search, far.stdout)), None)):
                 return far.wait()  # it has said why
             with _forwarded(host, f"127.0.0.1:{here}:127.0.0.1:{found[1]}"):
                 show(f"http://127.0.0.1:{here}{found[2]}")
@@ -97,20 +107,28 @@ def free_port(port: int | None) -> int:
 
 @contextlib.contextmanager
 def _forwarded(host: str, where: str) -> Iterator[None]:
-    """Forward a port through the shared connection, or one more. Raises ConnectionError."""
-    shared = ["ssh", *session.options_for(host), f"-L{where}"]
+    """Forward a port through the shared connection, or one more. Raises ConnectionError.
+
+    The forwards of the user's own configuration are left alone: -O changes all that it reads.
+    """
     none = subprocess.DEVNULL
+
+    def control(path: str, change: str) -> bool:
+        argv = ["ssh", "-F", "none", "-S", path, f"-L{where}", f"-O{change}", "--", host]
+        return not subprocess.call(argv, stdin=none, stderr=none)
+
     with tempfile.TemporaryDirectory(prefix="ddp-") as folder:
-        last = "cancel"
-        if subprocess.call([*shared, "-Oforward", "--", host], stdin=none, stderr=none):
-            shared[1:1] = [f"-oControlPath={folder}/s", "-oControlMaster=yes"]  # the first counts
-            new = [*shared, "-oExitOnForwardFailure=yes", "-fNTx", "--", host]
-            if subprocess.call(new, stdin=none):
+        path, last = session.control_path(host), "cancel"
+        if not (path and control(path, "forward")):
+            path, last = f"{folder}/s", "exit"
+            own = ["ControlMaster=yes", "ControlPersist=no", "ClearAllForwardings=yes"]
+            options = [f"-o{each}" for each in (f"ControlPath={path}", *own)]
+            new = ["ssh", *options, *session.options_for(host), "-fNTx", "--", host]
+            if subprocess.call(new, stdin=none) or not control(path, "forward"):
                 raise session.ConnectionError(
                     f"ssh {host} does not forward a port. Does its sshd allow it?"
                 )
-            last = "exit"
         try:
             yield
         finally:
-            subprocess.call([*shared, f"-O{last}", "--", host], stdin=none, stderr=none)
+            control(path, last)

@@ -46,7 +46,11 @@ target = sys.argv[2]
 draft = tempfile.mkdtemp(prefix=os.path.basename(target) + ".", dir="clients")
 with tarfile.open(fileobj=io.BytesIO(b"".join(content))) as archive:
     safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-    archive.extractall(draft, **safe)
+    try:
+        archive.extractall(draft, **safe)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
 former = []
 for name in os.listdir("clients"):
     try:

@@ -11,22 +11,26 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.remote import session
 
 _LEFT = ("checkpoints", "code", "__pycache__")
 """Not results, or large: fetched only by a pattern."""
-_MARK = ".fetched-from"
-"""File here with the name of the cluster, so that no run of another place is replaced."""
+_MARK, _DRAFT = ".fetched-from", ".fetch-"
+"""Names here: a file with the cluster's name, so that no run of another place is replaced; files
+that are not whole yet."""
 
 
-def fetch(on: str, run: str, patterns: Sequence[str], to: Path | None) -> tuple[int, int, Path]:
-    """Copy files of a run to a directory, or to jobs/RUN.
+def fetch(
+    on: str, run: str, patterns: Sequence[str], options: Sequence[str], to: Path | None
+) -> tuple[int, int, Path]:
+    """Copy files of a run to a directory, or to jobs/RUN. options: further ones for the cluster.
 
     Returns the exit code of the cluster's command, which has said why if it is not 0, the number of
     files and the directory. Raises RequestError for what cannot be written here.
     """
-    own = session.command(on, ["fetch", "--pack", "--", run, *patterns])
+    own = session.command(on, ["fetch", "--pack", *options, "--", run, *patterns])
     count, folder = 0, to or Path()
     with subprocess.Popen(own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as asked:
         try:
@@ -35,6 +39,8 @@ def fetch(on: str, run: str, patterns: Sequence[str], to: Path | None) -> tuple[
                 for member in archive:
                     count += _unpack(archive, member, folder)
         except (tarfile.TarError, EOFError) as error:  # it ended early; most often, it says why
+            while asked.stdout and asked.stdout.read(1 << 20):
+                pass  # it would wait for a reader, and this process for it
             if not asked.wait():
                 raise RequestError(
                     f"{on} sent no archive ({error}). Does its login shell print? [CD1406]"
@@ -65,6 +71,9 @@ def pack(folder: Path, patterns: Sequence[str]) -> None:
                 file = (folder / name).open("rb")
             except FileNotFoundError:  # the run continues
                 continue
+            except PermissionError:  # a container's root wrote it
+                log.warning(f"{name} is left out: you may not read it")
+                continue
             with file:
                 archive.addfile(archive.gettarinfo(arcname=name, fileobj=file), file)
 
@@ -74,7 +83,8 @@ def _chosen(folder: Path, patterns: Sequence[str]) -> Iterator[str]:
         name = path.relative_to(folder).as_posix()
         usual = name.split("/")[0] not in _LEFT and path.suffix != ".pyz"
         fits = any(fnmatchcase(name, each) for each in patterns) if patterns else usual
-        if fits and path.is_file() and not path.is_symlink():
+        is_own = path.name == _MARK or path.name.startswith(_DRAFT)
+        if fits and not is_own and path.is_file() and not path.is_symlink():
             yield name
 
 
@@ -102,7 +112,7 @@ def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> 
     content = archive.extractfile(member)
     assert content, "a plain file"
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".fetch-{os.getpid()}")
+    draft = path.with_name(f"{_DRAFT}{os.getpid()}")
     try:
         with content, draft.open("wb") as file:
             while chunk := content.read(1 << 20):

@@ -359,11 +359,7 @@ def _close(stream: IO[bytes] | None) -> None:
 
 def options_for(host: str) -> list[str]:
     """Return options for what the person's own configuration of ssh leaves open."""
-    answer = subprocess.run(
-        ["ssh", "-G", "--", host], capture_output=True, text=True, errors="replace", check=False
-    )
-    own = dict(line.split(" ", 1) for line in answer.stdout.splitlines() if " " in line)
-    options = []
+    own, options = _configuration(host, ()), []
     if own.get("serveraliveinterval", "0") == "0":
         options += ["-oServerAliveInterval=15", "-oServerAliveCountMax=4"]
     if own.get("connecttimeout", "none") == "none":
@@ -375,6 +371,18 @@ def options_for(host: str) -> list[str]:
             path = f"{folder}/ddp-%C".replace('"', "")
             options += ["-oControlMaster=auto", f"-oControlPath={path}", "-oControlPersist=600"]
     return options
+
+
+def control_path(host: str) -> str:
+    """Return the socket of the connection that sessions share; empty if they share none."""
+    path = _configuration(host, options_for(host)).get("controlpath", "none")
+    return "" if path == "none" else path
+
+
+def _configuration(host: str, options: Sequence[str]) -> dict[str, str]:
+    argv = ["ssh", "-G", *options, "--", host]
+    answer = subprocess.run(argv, capture_output=True, text=True, errors="replace", check=False)
+    return dict(line.split(" ", 1) for line in answer.stdout.splitlines() if " " in line)
 
 
 def _start_error(cluster: Cluster, said: str) -> ClusterDDPError:

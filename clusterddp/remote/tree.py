@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from clusterddp.errors import RequestError
+from clusterddp.files import write_atomically
 from clusterddp.submission import snapshot
 
 IGNORE_FILE = ".clusterddpignore"
@@ -139,7 +140,7 @@ def receive(trees: Path, digest: str, manifest: bytes, ask: Callable[[list[str]]
         for path, entry in paths.items():  # last, so that no file is written through one
             if len(entry) == 1:
                 path.symlink_to(os.fsdecode(str(entry[0]).encode("latin-1")))
-        stored.write_bytes(manifest)
+        write_atomically(stored, manifest)  # another session may be reading it
         with contextlib.suppress(OSError):  # another session was first
             draft.rename(place)
     finally:

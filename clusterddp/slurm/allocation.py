@@ -92,13 +92,14 @@ def usable(
         ("nodes", count, len(fit)),  # some have the GPUs, others the memory
     ]
     without = [f"{node} ({why})" for node, why in rest.items() if why]
+    advice = ", clear the bad one (clusterddp bad-nodes)" if "(bad:" in str(without) else ""
     for name, needs, there in beyond:
         if needs > there:
             raise OptionError(
                 f"--{name}",
                 f": {needs:g} requested, but {job} has {there:g}{_UNITS_OF.get(name, '')}"
-                f"{' without ' if without else ''}{', '.join(without)}. Request less, or submit to "
-                "the queue with --launcher sbatch. [CD0417]",
+                f"{' without ' if without else ''}{', '.join(without)}. Request less{advice}, or "
+                "submit to the queue with --launcher sbatch. [CD0417]",
             )
     return fit
 

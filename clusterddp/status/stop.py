@@ -257,7 +257,8 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
     if attempt and at_work:
         attempt.ask_to_stop("stop")
     if hold.is_hold(run):
-        slurm.signal_script(submission.job_id)
+        with contextlib.suppress(SlurmError):  # it also looks at the record every few seconds
+            slurm.signal_script(submission.job_id)
         return "its runs end, then its job, which gives the nodes back"
     command = run.load_spec().command
     has_loop = attempt is not None and attempt.record.exists()  # a Loop sees the stop file

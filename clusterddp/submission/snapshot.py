@@ -730,8 +730,9 @@ def _carried_names(folder: str, top: str) -> list[str]:
     """
     try:
         manifest = json.loads(Path(f"{top}.json").read_bytes())
-    except OSError as error:
-        raise _unreadable(top, "", error.strerror) from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "its list of files is damaged"
+        raise _unreadable(top, "", why) from None
     start = f"{folder[len(top) + 1 :]}/" if folder != top else ""
     names = (os.fsdecode(name.encode("latin-1")) for name in manifest)
     return [name[len(start) :] for name in names if name.startswith(start)]

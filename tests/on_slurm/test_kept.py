@@ -19,9 +19,13 @@ STOPPED = {"stopped": "finished", "loop": "requeued", "sharded": "requeued"}
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.name)
 def test_kept_runs_resume_at_their_step_and_a_kept_script_runs(
-    cluster: SlurmCluster, tmp_path: Path, version: Path
+    slurm_available: None, tmp_path: Path, version: Path
 ) -> None:
-    kept = Kept.unpack(version, tmp_path)
+    with SlurmCluster(hosts=2, conf={"FirstJobId": "1000"}) as cluster:  # none of the kept ids
+        resume(cluster, Kept.unpack(version, tmp_path))
+
+
+def resume(cluster: SlurmCluster, kept: Kept) -> None:
     told = kept.expected["seen"]["runs"]
     jobs = [_typed(cluster, kept, "resume", name, "--json")["job_id"] for name in STOPPED]
     script = RunDir(kept.folder / "jobs/finished").script.read_text()

@@ -1,5 +1,7 @@
 """A host that ssh reaches, with a client that was carried once."""
 
+import shutil
+
 import pytest
 
 from tests.remote.sshd import Host, require
@@ -23,5 +25,5 @@ def host(shared_host: Host) -> Host:
     shared_host.connections()
     for path in [*shared_host.work.iterdir()]:
         if path.name != "train.py":
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     return shared_host

@@ -20,6 +20,7 @@ from tests.remote.test_fleet import make_run
 from tests.waiting import wait_for, wait_until
 
 pytest.importorskip("tensorboard")
+urlopen = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -37,16 +38,19 @@ def test_the_page_is_reached_until_ctrl_c(
     try:
         found = re.search(r"http://127\.0\.0\.1:\d+", text := wait_until(process, "/\n"))
         assert found
-        assert urllib.request.urlopen(text.strip(), timeout=60).status == 200
+        assert urlopen(text.strip(), timeout=60).status == 200
+        told = Path("/tmp/.tensorboard-info").glob("*.info")  # TensorBoard's usual place
+        secret = text.strip().split("/")[3]
+        assert not [path for path in told if secret in path.read_text()]
         with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"{found[0]}/", timeout=60)
-        forwards = [line for line in host.command_lines() if ":127.0.0.1:" in line]
-        assert len(forwards) == (1 if shared else 2), "a connection of its own only if needed"
+            urlopen(f"{found[0]}/", timeout=60)
+        opened = [line for line in host.command_lines() if "-fNTx" in line]
+        assert len(opened) == (0 if shared else 1), "a connection of its own only if needed"
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
         assert process.returncode == 130, said
         with pytest.raises(urllib.error.URLError):
-            urllib.request.urlopen(text.strip(), timeout=60)
+            urlopen(text.strip(), timeout=60)
         wait_for(lambda: not processes(host.there), "no process there")
     finally:
         if process.poll() is None:

@@ -45,6 +45,8 @@ def test_a_pattern_chooses_files(host: Host, tmp_path: Path) -> None:
 
 
 def test_fetch_of_an_unknown_run_says_so(host: Host) -> None:
+    elsewhere = host.run("fetch", "--runs-dir=/nowhere", "second")
+    assert "the directory '/nowhere'" in elsewhere.stderr
     answer = host.run("fetch", "nothing")
     assert answer.returncode == 2
     assert "[CD0501]" in answer.stderr
@@ -89,7 +91,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes, cod
     words = ["sh", "-c", f"cat '{tmp_path}/sent'; exit {code}"]
     monkeypatch.setattr(results.session, "command", lambda *_: words)
     monkeypatch.chdir(tmp_path)
-    return results.fetch("big", "x", (), tmp_path / "to")[0]
+    return results.fetch("big", "x", (), (), tmp_path / "to")[0]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_a_file_that_was_cut_off_is_not_kept(
     assert fetched(monkeypatch, tmp_path, content[:50_000], code=1) == 1
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["whole"]
     with pytest.raises(results.RequestError, match="sent no archive"):
-        fetched(monkeypatch, tmp_path, b"Welcome\n")
+        fetched(monkeypatch, tmp_path, b"Welcome\n" + bytes(1 << 20))
 
 
 def test_a_report_is_written_here(host: Host) -> None:

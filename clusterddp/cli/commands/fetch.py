@@ -6,7 +6,7 @@ import click
 
 from clusterddp.cli.main import ON
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, typed_runs_dir
 from clusterddp.errors import EXIT_DONE
 from clusterddp.remote import results
 from clusterddp.status.find import find_run
@@ -40,7 +40,7 @@ def command(run: str, pattern: tuple[str, ...], to: Path | None, pack: bool, run
     on = click.get_current_context().meta.get(ON)
     if on is None:
         raise click.UsageError("fetch needs a cluster: clusterddp --on NAME fetch RUN.")
-    code, count, folder = results.fetch(on, run, pattern, to)
+    code, count, folder = results.fetch(on, run, pattern, typed_runs_dir(runs_dir), to)
     if not code:
         click.echo(f"{count} files in {folder}")
     return code

@@ -1,5 +1,6 @@
 """`clusterddp tensorboard`: shows the metrics of a run in TensorBoard."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import click
 
 from clusterddp.cli.main import ON
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, typed_runs_dir
 from clusterddp.remote import board
 from clusterddp.status.find import find_run
 
@@ -33,9 +34,12 @@ def command(run: str, port: int | None, runs_dir: Path) -> int:
     Exit codes: 1 the cluster was not reached, 2 no such run, or TensorBoard does not start, 130
     Ctrl-C.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):  # neither a forward nor TensorBoard stays behind
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
     on = click.get_current_context().meta.get(ON)
     if on is not None:
-        return board.forward(on, run, port, click.echo)
+        return board.forward(on, run, typed_runs_dir(runs_dir), port, click.echo)
     found = find_run(runs_dir, run)
     spec = found.read_spec()
     own = spec.python if spec and not spec.container_image and Path(spec.python).is_file() else ""
