@@ -28,7 +28,7 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 44_555, 31_500),
+    Row("code lines", 44_615, 31_500),
     Row("modules", 242, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),

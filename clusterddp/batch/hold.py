@@ -71,7 +71,7 @@ class _Hold:
             try:
                 self._reap()
                 history = History.read(self._run)
-            except OSError:  # of a busy file system: read again at the next look
+            except OSError:  # a network file system: read again at the next look
                 if "TERM" not in names:
                     continue
                 history = History(self._run, ())

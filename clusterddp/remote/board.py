@@ -109,7 +109,7 @@ def free_port(port: int | None) -> int:
 def _forwarded(host: str, where: str) -> Iterator[None]:
     """Forward a port through the shared connection, or one more. Raises ConnectionError.
 
-    The forwards of the user's own configuration are left alone: -O changes all that it reads.
+    The forwards of the user's own configuration are not touched: -O changes all that it reads.
     """
     none = subprocess.DEVNULL
 

@@ -34,7 +34,7 @@ def command(run: str, port: int | None, runs_dir: Path) -> int:
     Exit codes: 1 the cluster was not reached, 2 no such run, or TensorBoard does not start, 130
     Ctrl-C.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):  # neither a forward nor TensorBoard stays behind
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the forward and TensorBoard end, too
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, signal.default_int_handler)
     on = click.get_current_context().meta.get(ON)
