@@ -28,8 +28,8 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 44_615, 31_500),
-    Row("modules", 242, 185),
+    Row("code lines", 44_740, 31_500),
+    Row("modules", 244, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
     Row(f"{_ENTERED}a submission", 34, 24),
@@ -38,11 +38,11 @@ HELD = (
     Row(f"{_ENTERED}another rank", 54, 36),
     Row(f"{_ENTERED}a COMMAND's task", 26, 16),
     Row("places that ask for a run's kind", 20, 20),
-    Row("lines of tests", 68_950, 50_000),
+    Row("lines of tests", 69_080, 50_000),
     Row("lines of the rendered script", 27, 27),
     Row("dry run: calls of functions", 21_480, 18_000),
     Row("dry run: modules", 34, 34),
-    Row("dry run: bytes of bytecode", 631_750, 500_000),
+    Row("dry run: bytes of bytecode", 631_800, 500_000),
 )
 """A dry run's costs are those beyond importing click and jinja2, as Python 3.11 has them."""
 

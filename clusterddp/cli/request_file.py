@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterddp.errors import OptionError, RequestError, no_file
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.files import write_atomically
+from clusterddp.request import toml_file
 from clusterddp.request.options import FLAG, Duration, Given, nearest, options_of
 from clusterddp.request.program import where_instead
 from clusterddp.request.spec import OPTIONS, JobSpec
@@ -145,27 +146,7 @@ def apply_config(given: Given, text: str) -> Given:
 
 def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read the option values, by parameter, and the COMMAND of a file. Raises RequestError."""
-    import sys
-
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        try:
-            import tomli as tomllib
-        except ImportError:  # carried by --on from a machine whose Python needs none
-            raise RequestError(
-                f"--config {path}: Python 3.10 needs tomli to read it. Use Python 3.11 or later, "
-                "or install tomli where you type --on. [CD0204]"
-            ) from None
-
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise no_file("--config", path, error) from None
-    except UnicodeDecodeError:
-        raise RequestError(f"--config {path} is not UTF-8 text. [CD0204]") from None
-    except tomllib.TOMLDecodeError as error:
-        raise RequestError(f"--config {path} is not TOML: {error}. [CD0204]") from None
+    content = toml_file.read("--config", path)
     command = content.pop(_COMMAND, [])
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
         raise RequestError(

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 
 from clusterddp.errors import RequestError
@@ -28,6 +29,8 @@ class Cluster:
     """Lines of sh before each command."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """CLUSTERDDP_* variables of the section's other settings."""
+    similar: str = ""
+    """For a name without a section: the section that may have been meant."""
 
     def __post_init__(self) -> None:
         if not _HOST.fullmatch(self.host):
@@ -65,7 +68,7 @@ def find(name: str, environ: Mapping[str, str], folder: Path) -> Cluster:
     path = find_site(None, environ, folder)
     known = read_site(path, None, OPTIONS).clusters
     if name not in known:
-        return Cluster(name, name)
+        return Cluster(name, name, similar=next(iter(get_close_matches(name, known, 1)), ""))
     settings = read_site(path, name, OPTIONS)
     own = f"{path} [cluster:{name}]"
     variables = {

@@ -38,7 +38,7 @@ def main(run: Callable[[], NoReturn]) -> NoReturn:
     if first is None:
         sys.exit(1)  # nothing has begun
     header = json.loads(first[1])
-    folder = Path.cwd()
+    place = folder = Path.cwd()
     environ = {name: _text(value) for name, value in header["environ"].items()}
     environ["CLUSTERDDP_RUNS_DIR"] = str(folder / environ.get("CLUSTERDDP_RUNS_DIR", "jobs"))
     if header["tree"]:
@@ -48,6 +48,11 @@ def main(run: Callable[[], NoReturn]) -> NoReturn:
         environ |= {"CLUSTERDDP_TREE": str(top), "CLUSTERDDP_TREE_COMMIT": header["commit"]}
         folder = top / _text(header["workdir"])
         folder.mkdir(parents=True, exist_ok=True)  # git has no empty directories
+        if (place / "envs").is_dir():
+            from clusterddp.remote import environment
+
+            if python := environment.find(place / "envs", folder, top):
+                environ["CLUSTERDDP_PYTHON"] = python
     argv = [_text(word) for word in header["argv"]]
     woken, wake = os.pipe()
     os.set_blocking(wake, False)

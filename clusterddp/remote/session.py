@@ -198,11 +198,12 @@ class _Session:
         raise ConnectionError(
             f"ssh {self._cluster.host} ended with exit code {code} before the command began. "
             f"Nothing was done there. Check: ssh {shlex.quote(self._cluster.host)} true"
+            + (f", or use --on {self._cluster.similar}" if self._cluster.similar else "")
         )
 
     def _prepared(self) -> bytes:
         """List the tree and name the run while ssh connects; return the header."""
-        if self._command in _NEEDS_TREE:
+        if self._command in _NEEDS_TREE or self.words[:2] == ["env", "create"]:
             from clusterddp.remote import tree
 
             self._tree = tree.of(self._here, _limit_mb(self.words, self._cluster.variables))

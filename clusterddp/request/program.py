@@ -250,7 +250,10 @@ class Command(_Program):
     """The user's COMMAND, about which only its words are known."""
 
     changeable = ("command", "environment", "pass_environment", "modules", "setup", "sbatch")
-    shared_code = ", one copy for all trials, so they all write to the same relative paths"
+    shared_code = (
+        ": one copy for all trials, which overwrite each other's files at relative paths, unless a "
+        "{name} of the sweep is in the path"
+    )
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self.command = command

@@ -5,10 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from clusterddp.launchers.sbatch import shell_word
+from clusterddp.remote import cluster as clusters
 from tests.hostile import CARRIED
 from tests.remote.sshd import Host
 
@@ -62,6 +64,13 @@ def test_a_banner_is_dropped(host: Host) -> None:
     host.serve('sh -c \'echo WELCOME; printf "no end of line"; eval "$1"\' sh')
     answer = host.run("runs", "--json")
     assert json.loads(answer.stdout) is not None
+
+
+def test_a_mistyped_section_is_named(tmp_path: Path) -> None:
+    site = tmp_path / "site.cfg"
+    site.write_text("[cluster:big]\nhost = near\n")
+    names = {name: clusters.find(name, {}, tmp_path).similar for name in ("bgi", "big", "login1")}
+    assert names == {"bgi": "big", "big": "", "login1": ""}
 
 
 def test_a_host_that_cannot_be_reached(host: Host) -> None:

@@ -13,7 +13,7 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import parse_environment
 
 
-@click.command(name="env")
+@click.group(name="env", invoke_without_command=True)
 @click.option(
     "--from",
     "source",
@@ -22,16 +22,33 @@ from clusterddp.ranks.variables import parse_environment
     "'-' is standard input.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
-def command(source: str | None, as_json: bool) -> None:
+@click.pass_context
+def command(ctx: click.Context, source: str | None, as_json: bool) -> None:
     """Show this task's rank variables and the variables they come from.
 
     In a Slurm step: srun clusterddp env.
 
     Exit codes: 0 shown, 1 the variables contradict each other, 2 usage error.
     """
+    if ctx.invoked_subcommand:
+        return
     environ = os.environ if source is None else parse_environment(_read(source))
     env = DistEnv.from_environ(environ)
     click.echo(_as_json(env) if as_json else _as_table(env))
+
+
+@command.command("create")
+def create_command() -> None:
+    """Make a Python environment on a cluster: clusterddp --on NAME env create.
+
+    It gets the packages of the uv.lock, requirements.txt or pyproject.toml of your work tree, with
+    uv if the cluster has it, else with pip. Runs that you submit from there use it.
+
+    Exit codes: 0 made, or there already, 1 the cluster was not reached, 2 it cannot be made.
+    """
+    from clusterddp.remote import environment
+
+    environment.create(Path.cwd(), click.echo)
 
 
 def _read(source: str) -> str:

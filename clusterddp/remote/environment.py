@@ -1,0 +1,137 @@
+"""Python environments on a cluster, for the packages that a work tree asks for.
+
+One is found again by the content of the file that lists its packages, so a changed list needs a new
+one. The tasks of runs that `--on` submits from that work tree use it.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from clusterddp import log
+from clusterddp.errors import RequestError
+from clusterddp.request import toml_file
+from clusterddp.slurm import forms
+
+_SOURCES = ("uv.lock", "requirements.txt", "pyproject.toml")
+"""Files that list packages, the most exact first."""
+_WHOLE = "complete"
+"""File in an environment that is not a part."""
+
+
+def find(folder: Path, code: Path, top: Path) -> str:
+    """Return the Python of the environment for a directory's code; empty without one.
+
+    folder: the cluster's directory of environments. top: the work tree's own.
+    """
+    source = _source(code, top)
+    place = _place(folder, source) if source else None
+    return str(place / "bin/python") if place and (place / _WHOLE).is_file() else ""
+
+
+def create(code: Path, show: Callable[[str], None]) -> None:
+    """Make the environment for a carried directory, with uv if there is one, else with pip.
+
+    show: prints a line of the result. Raises RequestError.
+    """
+    top = forms.carried_top(str(code), os.environ)
+    if not top:
+        raise RequestError("env create needs a cluster: clusterddp --on NAME env create. [CD1407]")
+    source = _source(code, Path(top))
+    if source is None:
+        raise RequestError(
+            f"{code.name} and the directories above it have none of {', '.join(_SOURCES)}. Write "
+            "one that lists your packages. [CD1407]"
+        )
+    place = _place(Path(top).parent.parent / "envs", source)
+    with _alone(place.parent):
+        if not (place / _WHOLE).is_file():
+            shutil.rmtree(place, ignore_errors=True)  # a part
+            try:
+                _fill(place, source)
+                (place / _WHOLE).touch()
+            except BaseException:
+                shutil.rmtree(place, ignore_errors=True)
+                raise
+    show(f"{place} has the packages of {source.name}: submit and resume use it for your tasks")
+
+
+def _source(code: Path, top: Path) -> Path | None:
+    for folder in (code, *code.parents):
+        for name in _SOURCES:
+            if (folder / name).is_file():
+                return folder / name
+        if folder == top:
+            break
+    return None
+
+
+def _place(envs: Path, source: Path) -> Path:
+    return envs / hashlib.sha256(source.name.encode() + source.read_bytes()).hexdigest()[:24]
+
+
+@contextmanager
+def _alone(envs: Path) -> Iterator[None]:
+    """Hold the lock of a directory, so that one environment is made at a time."""
+    envs.mkdir(mode=0o700, exist_ok=True)
+    lock = os.open(envs, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _fill(place: Path, source: Path) -> None:
+    """Make an environment and install its packages. Raises RequestError."""
+    uv = shutil.which("uv", path=f"{os.environ.get('PATH', '')}:{Path.home()}/.local/bin")
+    python = str(place / "bin/python")
+    if source.name == "uv.lock" and uv:
+        sync = [uv, "sync", "--frozen", "--no-install-project", f"--python={sys.executable}"]
+        _run([*sync, f"--project={source.parent}"], UV_PROJECT_ENVIRONMENT=str(place))
+    else:
+        if source.name == "uv.lock":
+            source = source.with_name("pyproject.toml")
+            log.warning("there is no uv, so the versions of uv.lock are not used")
+        wanted = [f"--requirement={source}"]
+        if source.name == "pyproject.toml":
+            wanted = ["--", *_dependencies(source)]
+        if uv:
+            _run([uv, "venv", f"--python={sys.executable}", str(place)])
+            _run([uv, "pip", "install", f"--python={python}", *wanted])
+        else:
+            _run([sys.executable, "-m", "venv", str(place)])
+            _run([python, "-m", "pip", "install", "--disable-pip-version-check", *wanted])
+    has_torch = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))"
+    if subprocess.call([python, "-c", has_torch]):
+        log.warning(f"{source.name} does not bring torch: training needs it")
+
+
+def _dependencies(path: Path) -> list[str]:
+    """Return the packages that a pyproject.toml lists. Raises RequestError if it lists none."""
+    project = toml_file.read("env create:", path).get("project", {})
+    listed = project.get("dependencies") if isinstance(project, dict) else None
+    if not listed or not isinstance(listed, list):
+        raise RequestError(
+            f"{path.name} has no list 'dependencies' in [project]. Write your packages there, or "
+            "into a requirements.txt. [CD1407]"
+        )
+    return [str(each) for each in listed]
+
+
+def _run(argv: list[str], **variables: str) -> None:
+    """Run a program that shows its progress. Raises RequestError if it fails."""
+    log.info(f"{Path(argv[0]).name} {' '.join(argv[1:])}")
+    environ = {**os.environ, **variables}
+    code = subprocess.call(argv, env=environ, stdin=subprocess.DEVNULL, stdout=2)
+    if code:
+        raise RequestError(
+            f"{Path(argv[0]).name} ended with exit code {code}, so the environment was not made. "
+            "See its own words above. [CD1407]"
+        )
