@@ -765,6 +765,9 @@ class _Translation:
             if re.match(r"(?:cd|pushd)\s", text):
                 why = "the tasks then run there, not in the run's copy of your directory"
                 self.line.note(0, text, why)
+            elif re.search(r"(?:^|[\s'\"])\.\./", text):
+                why = "is relative to the run's copy of your directory: write an absolute path"
+                self.line.note(0, text, why)
         sets_errexit = any(_sets_errexit(c) for s in self.statements for c in s.commands)
         if not sets_errexit and any(not _CANNOT_FAIL.match(each) for each in setup):
             why = (
