@@ -296,7 +296,7 @@ def test_a_launcher_becomes_tasks(directives: str, step: str, typed: str, comman
          "2: --config-file a.yaml: not carried"),
         (["srun python -m torch.distributed.launch t.py"], "read LOCAL_RANK from the environment"),
         (["cd /else", SRUN], "0: cd /else: the tasks then run there, not in the run's copy"),
-        (["source ../v/bin/activate", SRUN], "0: source ../v/bin/activate: is relative to the run's"),
+        (["source ../v/bin/activate", SRUN], "0: source ../v/bin/activate: is relative to"),
         (["A=~/x srun python train.py"], "2: A=~/x: not carried over: add --setup 'export A=~/x'"),
         (["conda activate x", SRUN], "a failing setup line ends the run"),
         ([SRUN, "cp a b"], "teardown lines run after every attempt"),
