@@ -98,7 +98,7 @@ def _fill(place: Path, source: Path) -> None:
     else:
         if source.name == "uv.lock":
             source = source.with_name("pyproject.toml")
-            log.warning("there is no uv, so the versions of uv.lock are not used")
+            log.info("there is no uv, so the versions of uv.lock are not used")
         wanted = [f"--requirement={source}"]
         if source.name == "pyproject.toml":
             wanted = ["--", *_dependencies(source)]
@@ -110,7 +110,7 @@ def _fill(place: Path, source: Path) -> None:
             _run([python, "-m", "pip", "install", "--disable-pip-version-check", *wanted])
     has_torch = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))"
     if subprocess.call([python, "-c", has_torch]):
-        log.warning(f"{source.name} does not bring torch: training needs it")
+        log.info(f"{source.name} does not bring torch: training needs it")
 
 
 def _dependencies(path: Path) -> list[str]:

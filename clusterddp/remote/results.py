@@ -72,7 +72,7 @@ def pack(folder: Path, patterns: Sequence[str]) -> None:
             except FileNotFoundError:  # the run continues
                 continue
             except PermissionError:  # a container's root wrote it
-                log.warning(f"{name} is left out: you may not read it")
+                log.info(f"{name} is left out: you may not read it")
                 continue
             with file:
                 archive.addfile(archive.gettarinfo(arcname=name, fileobj=file), file)
