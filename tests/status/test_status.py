@@ -183,7 +183,7 @@ STARTS: list[tuple[list[Event], str, int | None, int, list[str], str]] = [
     ([submitted(), begun(1), left(1, "time limit"), requeued(1, "time limit")], "7", 1, 0, [],
      "time limit"),
     ([submitted(), begun(1), left(1, "time limit"), requeued(1, "time limit"), begun(2, restart=1),
-      begun(3, restart=2)], "7", 3, 2, ["time limit", "node lost or killed"], ""),
+      begun(3, restart=2)], "7", 3, 2, ["time limit", "killed by a requeue or node failure"], ""),
     ([submitted(), begun(1), left(1, "requeued")], "7", 1, 0, [], "requeued by Slurm"),
     ([submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal")], "8", 1, 0, [],
      "signal"),

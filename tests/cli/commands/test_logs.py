@@ -300,7 +300,7 @@ def test_follow_tells_why_a_run_was_requeued(
     assert out == "one\nthree\n"
     said = told(err)
     assert said.count("requeued: time limit") == 1
-    assert said.count("requeued: node lost or killed") == 1
+    assert said.count("requeued: killed by a requeue or node failure") == 1
     for line in (
         "running on h01 h02",
         "queued as job 7: resumes after the time limit: BeginTime",

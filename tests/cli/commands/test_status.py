@@ -98,12 +98,12 @@ def test_requeues_are_told_with_their_reasons(workplace: Workplace) -> None:
     os.utime(newest, (then, then))
     workplace.command("squeue", "echo '12|RUNNING|None'")
     lines = dict(line.split(maxsplit=1) for line in workplace.invoke("status").out.splitlines())
-    assert lines["attempt"] == "3 (2 restarts: time limit, node lost or killed)"
+    assert lines["attempt"] == "3 (2 restarts: time limit, killed by a requeue or node failure)"
     assert lines["checkpoint"] == "step 1200, 3m05s ago"
     assert lines["job"] == "12 (sbatch)"
     status = json.loads(workplace.invoke("status", "--json").out)
     assert (status["attempt"], status["restarts"]) == (3, 2)
-    assert status["restart_reasons"] == ["time limit", "node lost or killed"]
+    assert status["restart_reasons"] == ["time limit", "killed by a requeue or node failure"]
     assert (status["checkpoint_step"], status["checkpoint_time"]) == (1200, pytest.approx(then))
 
 
