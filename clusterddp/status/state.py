@@ -108,7 +108,10 @@ NO_START = {*NEVER_STARTS, "Dependency", "JobHeldUser", "JobHeldAdmin", HELD, BE
 _NOT_ASKED = JobState(State.UNKNOWN, problem="Slurm was not queried")
 
 # Phrases for a list of reasons; "" is an attempt without a recorded end.
-_REASONS: dict[str, str] = {Cause.REQUEUED: "requeued by Slurm", "": "killed by a requeue or node failure"}
+_REASONS: dict[str, str] = {
+    Cause.REQUEUED: "requeued by Slurm",
+    "": "killed by a requeue or node failure",
+}
 
 
 @dataclass(frozen=True)

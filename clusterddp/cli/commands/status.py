@@ -145,7 +145,7 @@ def _labelled(lines: Iterable[tuple[str, str]]) -> str:
 
 
 def _attempt(status: RunStatus) -> str:
-    """Return `3 (2 restarts: time limit, killed by a requeue or node failure)`; empty for the first attempt."""
+    """Return `3 (2 restarts: time limit, requeued by Slurm)`; empty for the first attempt."""
     if not status.restarts and (status.attempt or 1) == 1:
         return ""
     number = str(status.attempt) if status.attempt is not None else str(status.restarts + 1)
