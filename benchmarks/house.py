@@ -28,7 +28,7 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 44_740, 31_500),
+    Row("code lines", 44_780, 31_500),
     Row("modules", 244, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
@@ -42,7 +42,7 @@ HELD = (
     Row("lines of the rendered script", 27, 27),
     Row("dry run: calls of functions", 21_480, 18_000),
     Row("dry run: modules", 34, 34),
-    Row("dry run: bytes of bytecode", 631_800, 500_000),
+    Row("dry run: bytes of bytecode", 631_950, 500_000),
 )
 """A dry run's costs are those beyond importing click and jinja2, as Python 3.11 has them."""
 

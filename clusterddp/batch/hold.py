@@ -73,6 +73,7 @@ class _Hold:
                 history = History.read(self._run)
             except OSError:  # a network file system: read again at the next look
                 if "TERM" not in names:
+                    self._signals.wait(1.0)
                     continue
                 history = History(self._run, ())
             room = Room.of(history.events)
@@ -99,6 +100,7 @@ class _Hold:
             self._signals.take()
             with contextlib.suppress(OSError):
                 self._reap()
+            self._keepers = {n: k for n, k in self._keepers.items() if k.poll() is None}
         for name, request in hold.take(self._run):
             self._record(RunInHold(run=request.run, request=name, why=f"it ends: {why}"))
         self._record(events.Ended(cause=cause, exit_code=0, how=why, why=why))
@@ -144,12 +146,12 @@ class _Hold:
         if any(ended.values()):
             self._note_lost(room)  # which may be why
         for name, code in ended.items():
-            del self._keepers[name]
             of_run = room.runs.get(name, RunInHold(request=name))
             if of_run.run:
                 hold.record_end(RunDir(Path(of_run.run)), self._job_id, code)
-            self._record(replace(of_run, nodelist=""))
-            log.info(f"{Path(of_run.run).name} has ended with code {code}")
+            if self._record(replace(of_run, nodelist="")):  # else at the next look
+                del self._keepers[name]
+                log.info(f"{Path(of_run.run).name} has ended with code {code}")
 
     def _note_lost(self, room: Room) -> None:
         """Record lost nodes, and log the runs that end with them."""
@@ -166,6 +168,10 @@ class _Hold:
             if {*lost}.intersection(hosts_of(event.nodelist)):
                 log.info(f"{Path(event.run).name} ends with it")
 
-    def _record(self, event: events.Event) -> None:
-        with contextlib.suppress(OSError):
+    def _record(self, event: events.Event) -> bool:
+        """Record an event; return False if the disk is full, for example."""
+        try:
             events.add(self._run.events, replace(event, job_id=self._job_id))
+        except OSError:
+            return False
+        return True

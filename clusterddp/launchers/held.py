@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
     if held_by:
         return _submit_to_hold(spec, held_by, job_id, request)
     parent = os.getpid()
-    with _alone(Path.home()):
+    with _alone():
         try:
             chosen = Room(nodes, (), _runs_of(job_id)).choose(request)
         except RequestError as error:
@@ -184,15 +184,14 @@ def _is_accepted(spec: JobSpec, held_by: RunDir, name: str, job_id: str) -> bool
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock, so that two runs of a shell do not choose the same nodes."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks
+def _alone() -> Iterator[None]:
+    """Hold a lock of the user's, so that two runs of a shell do not choose the same nodes."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # no home, or a file system without locks
+            lock = os.open(Path.home(), os.O_RDONLY)
+            stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(lock)
 
 
 def _runs_of(job_id: str) -> dict[str, RunInHold]:

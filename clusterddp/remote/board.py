@@ -119,16 +119,16 @@ def _forwarded(host: str, where: str) -> Iterator[None]:
 
     with tempfile.TemporaryDirectory(prefix="ddp-") as folder:
         path, last = session.control_path(host), "cancel"
-        if not (path and control(path, "forward")):
-            path, last = f"{folder}/s", "exit"
-            own = ["ControlMaster=yes", "ControlPersist=no", "ClearAllForwardings=yes"]
-            options = [f"-o{each}" for each in (f"ControlPath={path}", *own)]
-            new = ["ssh", *options, *session.options_for(host), "-fNTx", "--", host]
-            if subprocess.call(new, stdin=none) or not control(path, "forward"):
-                raise session.ConnectionError(
-                    f"ssh {host} does not forward a port. Does its sshd allow it?"
-                )
         try:
+            if not (path and control(path, "forward")):
+                path, last = f"{folder}/s", "exit"
+                own = ["ControlMaster=yes", "ControlPersist=no", "ClearAllForwardings=yes"]
+                options = [f"-o{each}" for each in (f"ControlPath={path}", *own)]
+                new = ["ssh", *options, *session.options_for(host), "-fNTx", "--", host]
+                if subprocess.call(new, stdin=none) or not control(path, "forward"):
+                    raise session.ConnectionError(
+                        f"ssh {host} does not forward a port. Does its sshd allow it?"
+                    )
             yield
         finally:
             control(path, last)

@@ -7,6 +7,7 @@ one. The tasks of runs that `--on` submits from that work tree use it.
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,11 @@ _SOURCES = ("uv.lock", "requirements.txt", "pyproject.toml")
 """Files that list packages, the most exact first."""
 _WHOLE = "complete"
 """File in an environment that is not a part."""
+_INCLUDED = re.compile(r"(?m)^\s*(?:-r|-c|--requirement|--constraint)[\s=]*([^\s#]+)")
+_LOCAL = re.compile(
+    r"(?m)^\s*(?:-e\b|--editable\b|\.{1,2}/|\.\s*(?:$|\[)|\w.*@\s*file:(?!\S*\.whl))"
+)
+"""Package that is a directory, perhaps of the work tree, which the tasks have anyway."""
 
 
 def find(folder: Path, code: Path, top: Path) -> str:
@@ -32,7 +38,7 @@ def find(folder: Path, code: Path, top: Path) -> str:
     """
     source = _source(code, top)
     place = _place(folder, source) if source else None
-    return str(place / "bin/python") if place and (place / _WHOLE).is_file() else ""
+    return str(place / "bin/python") if place and _is_whole(place) else ""
 
 
 def create(code: Path, show: Callable[[str], None]) -> None:
@@ -51,7 +57,7 @@ def create(code: Path, show: Callable[[str], None]) -> None:
         )
     place = _place(Path(top).parent.parent / "envs", source)
     with _alone(place.parent):
-        if not (place / _WHOLE).is_file():
+        if not _is_whole(place):
             shutil.rmtree(place, ignore_errors=True)  # a part
             try:
                 _fill(place, source)
@@ -59,7 +65,7 @@ def create(code: Path, show: Callable[[str], None]) -> None:
             except BaseException:
                 shutil.rmtree(place, ignore_errors=True)
                 raise
-    show(f"{place} has the packages of {source.name}: submit and resume use it for your tasks")
+    show(f"{place} has the packages of {source.name}: runs that you submit from here use it")
 
 
 def _source(code: Path, top: Path) -> Path | None:
@@ -73,16 +79,48 @@ def _source(code: Path, top: Path) -> Path | None:
 
 
 def _place(envs: Path, source: Path) -> Path:
-    return envs / hashlib.sha256(source.name.encode() + source.read_bytes()).hexdigest()[:24]
+    """Return the directory for a list, the files that it includes, this Python and its tool."""
+    texts = [*_texts(source, set())]
+    if source.name == "uv.lock":
+        texts.append(str(bool(_uv())))
+    key = repr((source.name, texts, sys.version_info[:2]))
+    return envs / hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:24]
+
+
+def _texts(source: Path, seen: set[Path]) -> Iterator[str]:
+    if source in seen or not source.is_file():
+        return
+    seen.add(source)
+    yield (text := source.read_text(encoding="utf-8", errors="surrogateescape"))
+    for name in _INCLUDED.findall(text) if source.suffix == ".txt" else ():
+        yield from _texts(source.parent / name, seen)
+
+
+def _is_whole(place: Path) -> bool:
+    return (place / _WHOLE).is_file() and os.access(place / "bin/python", os.X_OK)
+
+
+def _uv() -> str | None:
+    return shutil.which("uv", path=f"{os.environ.get('PATH', '')}:{Path.home()}/.local/bin")
 
 
 @contextmanager
 def _alone(envs: Path) -> Iterator[None]:
-    """Hold the lock of a directory, so that one environment is made at a time."""
+    """Hold a lock, so that one environment is made at a time.
+
+    The lock is a file: NFS has none of a directory for several login nodes.
+    """
     envs.mkdir(mode=0o700, exist_ok=True)
-    lock = os.open(envs, os.O_RDONLY)
+    lock = os.open(envs.with_name("envs.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another session makes an environment: waiting for its end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
+        os.set_inheritable(lock, True)  # a pip that outlives this process keeps it
         yield
     finally:
         os.close(lock)
@@ -90,32 +128,39 @@ def _alone(envs: Path) -> Iterator[None]:
 
 def _fill(place: Path, source: Path) -> None:
     """Make an environment and install its packages. Raises RequestError."""
-    uv = shutil.which("uv", path=f"{os.environ.get('PATH', '')}:{Path.home()}/.local/bin")
-    python = str(place / "bin/python")
+    uv, python = _uv(), str(place / "bin/python")
     if source.name == "uv.lock" and uv:
-        sync = [uv, "sync", "--frozen", "--no-install-project", f"--python={sys.executable}"]
+        sync = [uv, "sync", "--frozen", "--no-install-workspace", "--no-editable"]
+        sync.append(f"--python={sys.executable}")
         _run([*sync, f"--project={source.parent}"], UV_PROJECT_ENVIRONMENT=str(place))
     else:
         if source.name == "uv.lock":
             source = source.with_name("pyproject.toml")
             log.info("there is no uv, so the versions of uv.lock are not used")
-        wanted = [f"--requirement={source}"]
+        wanted, texts = [f"--requirement={source}"], [*_texts(source, set())]
         if source.name == "pyproject.toml":
-            wanted = ["--", *_dependencies(source)]
+            texts = _dependencies(source)
+            wanted = ["--", *texts]
+        if found := next(filter(None, map(_LOCAL.search, texts)), None):
+            raise RequestError(
+                f"{source.name} has {found[0].strip()!r}: a directory is not installed, and your "
+                "tasks have the code that you submit. Remove that line. [CD1407]"
+            )
         if uv:
             _run([uv, "venv", f"--python={sys.executable}", str(place)])
             _run([uv, "pip", "install", f"--python={python}", *wanted])
         else:
-            _run([sys.executable, "-m", "venv", str(place)])
-            _run([python, "-m", "pip", "install", "--disable-pip-version-check", *wanted])
+            # -I: neither the work tree nor a PYTHONPATH has modules or packages for them.
+            _run([sys.executable, "-I", "-m", "venv", str(place)])
+            _run([python, "-I", "-m", "pip", "install", "--disable-pip-version-check", *wanted])
     has_torch = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))"
-    if subprocess.call([python, "-c", has_torch]):
+    if subprocess.call([python, "-I", "-c", has_torch]):
         log.info(f"{source.name} does not bring torch: training needs it")
 
 
 def _dependencies(path: Path) -> list[str]:
     """Return the packages that a pyproject.toml lists. Raises RequestError if it lists none."""
-    project = toml_file.read("env create:", path).get("project", {})
+    project = toml_file.read("env create", path).get("project", {})
     listed = project.get("dependencies") if isinstance(project, dict) else None
     if not listed or not isinstance(listed, list):
         raise RequestError(
@@ -128,10 +173,11 @@ def _dependencies(path: Path) -> list[str]:
 def _run(argv: list[str], **variables: str) -> None:
     """Run a program that shows its progress. Raises RequestError if it fails."""
     log.info(f"{Path(argv[0]).name} {' '.join(argv[1:])}")
-    environ = {**os.environ, **variables}
-    code = subprocess.call(argv, env=environ, stdin=subprocess.DEVNULL, stdout=2)
+    environ = {**os.environ, "PIP_USER": "0", **variables}
+    code = subprocess.call(argv, env=environ, stdin=subprocess.DEVNULL, stdout=2, close_fds=False)
     if code:
+        name = argv[3] if argv[1] == "-I" else Path(argv[0]).name
         raise RequestError(
-            f"{Path(argv[0]).name} ended with exit code {code}, so the environment was not made. "
+            f"{name} ended with exit code {code}, so the environment was not made. "
             "See its own words above. [CD1407]"
         )

@@ -23,6 +23,7 @@ from clusterddp.remote import frames
 _SUBMITS = ("submit", "resume")
 _CHANGES = (
     *("stop", "cancel", "clean", "rm", "data", "bad-nodes", "site", "templates", "hold", "release"),
+    "env",
     *_SUBMITS,
 )
 """Commands that continue without a connection; a submission that waits, until it is made."""

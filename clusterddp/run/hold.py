@@ -120,7 +120,7 @@ def take(hold: RunDir) -> Iterator[tuple[str, Request]]:
     """Yield the requests and their names, in the order of the names, and remove them."""
     for path in sorted((hold.path / _FOLDER).glob("*.json")):
         request = files.read(Request, path)
-        if withdraw(hold, path.name) and request:
+        if request and withdraw(hold, path.name):
             yield path.name, request
 
 

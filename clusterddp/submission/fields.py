@@ -252,7 +252,10 @@ def container_of(given: Given) -> dict[str, Any]:
     """
     fields = {name: given.values[name] for name in CONTAINER if given.values[name]}
     if "container_image" in fields:
-        is_named = given.source("python") != DEFAULT
+        source = given.source("python")
+        # With --on it is the cluster's, which an image lacks.
+        is_far = source == "CLUSTERDDP_PYTHON" and forms.carried_top(str(Path.cwd()), os.environ)
+        is_named = source != DEFAULT and not is_far
         fields["python"] = given.values["python"] if is_named else IMAGES_PYTHON
     else:
         fields = {name: value for name, value in fields.items() if given.source(name) == FLAG}

@@ -51,7 +51,9 @@ class Kept:
         """Unpack what a version made as if it had been made in `folder`, by this Python."""
         expected = json.loads((version / EXPECTED).read_text())
         with tarfile.open(version / ARCHIVE) as archive:
-            archive.extractall(folder / "work")  # ours; filters came with 3.11.4
+            # Python 3.11.2 has no filters.
+            archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+            archive.extractall(folder / "work")
         paths = {expected["python"]: sys.executable, expected["folder"]: str(folder)}
         for path in folder.rglob("*"):
             if path.is_file() and not path.is_symlink() and path.suffix != ".pt":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -41,7 +42,9 @@ def test_the_page_is_reached_until_ctrl_c(
         assert urlopen(text.strip(), timeout=60).status == 200
         told = Path("/tmp/.tensorboard-info").glob("*.info")  # TensorBoard's usual place
         secret = text.strip().split("/")[3]
-        assert not [path for path in told if secret in path.read_text()]
+        for path in told:
+            with contextlib.suppress(OSError):  # another user's, or it has ended
+                assert secret not in path.read_text()
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urlopen(f"{found[0]}/", timeout=60)
         opened = [line for line in host.command_lines() if "-fNTx" in line]

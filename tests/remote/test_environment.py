@@ -25,28 +25,32 @@ def wheels(tmp_path: Path) -> str:
     return f"--no-index\n--find-links={tmp_path}\nown\n"
 
 
-def python_of(host: Host) -> str:
-    answer = host.run("submit", "--dry-run", "--json", "--dataset=synthetic")
+def python_of(host: Host, *more: str) -> str:
+    answer = host.run("submit", "--dry-run", "--json", "--dataset=synthetic", *more)
     assert answer.returncode == 0, answer.stderr
     script: str = json.loads(answer.stdout)["script"]
     return script
 
 
 def test_runs_from_a_work_tree_use_the_environment_of_its_list(host: Host, wheels: str) -> None:
-    listed = host.work / "requirements.txt"
-    listed.write_text(wheels)
+    listed, included = host.work / "requirements.txt", host.work / "base.txt"
+    listed.write_text("-r base.txt\n")
+    included.write_text(wheels)
+    (host.work / "http.py").write_text("raise SystemExit('a module of the work tree')\n")
     answer = host.run("env", "create")
     assert answer.returncode == 0, answer.stderr
-    [place] = (host.there / "envs").iterdir()
-    assert answer.stdout.startswith(f"{place} has the packages of requirements.txt")
+    assert " has the packages of requirements.txt" in answer.stdout
+    place = Path(answer.stdout.split()[0])
+    assert place.parent == host.there / "envs"
     assert "does not bring torch" in answer.stderr
     assert [*place.glob("lib/python3*/site-packages/own.py")]
     assert f"{place}/bin/python" in python_of(host)
+    assert str(place) not in python_of(host, "--container-image=docker://torch")
     assert "pip" not in host.run("env", "create").stderr, "it is there"
-    listed.write_text(f"{wheels}# changed\n")
+    included.write_text(f"{wheels}# changed\n")
     assert str(place) not in python_of(host)
     (place / "complete").unlink()
-    listed.write_text(wheels)
+    included.write_text(wheels)
     assert str(place) not in python_of(host), "a part is not used"
 
 
@@ -57,6 +61,14 @@ def test_nothing_is_left_of_one_that_cannot_be_made(host: Host) -> None:
     assert answer.returncode == 2
     assert answer.stderr.strip().endswith("[CD1407]")
     assert [*(host.there / "envs").glob("*")] == before
+
+
+@pytest.mark.parametrize("line", ["-e .", ".", "./lib", "own @ file:///work/own", ".[extra]"])
+def test_a_directory_of_code_is_not_installed(host: Host, line: str) -> None:
+    (host.work / "requirements.txt").write_text(f"torch\n{line}\n")
+    answer = host.run("env", "create")
+    assert answer.returncode == 2
+    assert "Remove that line. [CD1407]" in answer.stderr
 
 
 def test_a_work_tree_without_a_list_is_refused(host: Host) -> None:
@@ -99,5 +111,5 @@ def test_uv_takes_the_versions_of_its_lock(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("CLUSTERDDP_TREE", str(top))
     environment.create(top, lambda _: None)
     [call] = (tmp_path / "uv.calls").read_text().splitlines()
-    assert call.startswith("sync --frozen --no-install-project --python=")
+    assert call.startswith("sync --frozen --no-install-workspace --no-editable --python=")
     assert environment.find(tmp_path / "envs", top, top)
