@@ -45,7 +45,7 @@ def test_a_pattern_chooses_files(host: Host, tmp_path: Path) -> None:
 
 
 def test_fetch_of_an_unknown_run_says_so(host: Host) -> None:
-    elsewhere = host.run("fetch", "--runs-dir=/nowhere", "second")
+    elsewhere = host.run("fetch", "--runs-dir=/nowhere", "nothing")
     assert "the directory '/nowhere'" in elsewhere.stderr
     answer = host.run("fetch", "nothing")
     assert answer.returncode == 2
