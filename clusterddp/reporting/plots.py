@@ -262,7 +262,7 @@ def check_file(option: str, name: str, formats: Sequence[str] = FORMATS) -> None
 
 
 def write_file(option: str, name: str, content: bytes) -> str:
-    """Write a file that an option names; return a line that says so. Raises RequestError."""
+    """Write a file that an option names; return a line for the user. Raises RequestError."""
     path = Path(os.path.realpath(name))  # keep a symbolic link
     try:
         if path.exists() and not path.is_file():

@@ -140,7 +140,7 @@ def keeper_command(run: RunDir, nodes: Sequence[str]) -> list[str]:
 def record_end(run: RunDir, job_id: str, code: int) -> None:
     """Record the end of a run whose controller, or keeper, ended without a result.
 
-    Also end a failed run's step, which an srun that was killed leaves behind.
+    Also end a failed run's step: it outlives an srun that was killed.
 
     code: its exit code; negative for a signal.
     """

@@ -44,7 +44,7 @@ def make() -> None:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
         with tarfile.open(target / ARCHIVE, "w:xz", preset=9) as archive:
-            archive.add(folder / "work", ".", filter=_without_bundle)
+            archive.add(folder / "project", ".", filter=_without_bundle)
         _check_places(target / ARCHIVE)
         origin = {"folder": str(folder), "python": maker.python}
     expect(target, origin)
@@ -69,7 +69,7 @@ class Maker:
     cluster: SlurmCluster
 
     def __init__(self, folder: Path) -> None:
-        self.work = folder / "work"
+        self.work = folder / "project"
         shutil.copytree(HERE / "programs", self.work, ignore=shutil.ignore_patterns("__pycache__"))
         (folder / "venv").symlink_to(sys.prefix)
         self.python = str(folder / "venv/bin" / Path(sys.executable).name)

@@ -53,7 +53,7 @@ class Kept:
         with tarfile.open(version / ARCHIVE) as archive:
             # Python 3.11.2 has no filters.
             archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
-            archive.extractall(folder / "work")
+            archive.extractall(folder / "project")
         paths = {expected["python"]: sys.executable, expected["folder"]: str(folder)}
         for path in folder.rglob("*"):
             if path.is_file() and not path.is_symlink() and path.suffix != ".pt":
@@ -62,7 +62,7 @@ class Kept:
                     content = content.replace(old.encode(), new.encode())
                 if content != kept:
                     path.write_bytes(content)
-        return cls(folder / "work", expected)
+        return cls(folder / "project", expected)
 
     @property
     def runs(self) -> list[RunDir]:
