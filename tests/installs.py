@@ -1,12 +1,13 @@
 """Builds the distributions, checks them as a package index does, installs them, types the README.
 
-    python -m tests.installs --shared
+    python -m tests.installs --shared --oldest
     python -m tests.installs
     python -m tests.installs --cell 3.10:2.4 --cell 3.13:2.14
 
-`--shared` is what CI does: one environment, which takes torch from that of this Python. Otherwise
-each pair of a Python and a torch gets an environment of its own, with all that pip downloads (5 GB,
-five minutes). Without --cell: of each Python the oldest and the newest torch that it has.
+The first is what CI does. `--shared`: one environment, which takes torch from that of this Python.
+`--oldest`: the oldest Python that is here, with its oldest torch. Each pair of a Python and a torch
+gets an environment of its own, with all that pip downloads (5 GB, five minutes). Without options:
+of each Python the oldest and the newest torch that it has.
 """
 
 import argparse
@@ -31,13 +32,20 @@ def main() -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tests.installs", None, __doc__, formatter_class=formatter)
     parser.add_argument("--shared", action="store_true", help="with this environment's torch")
+    parser.add_argument("--oldest", action="store_true", help="the oldest pair that is here")
     parser.add_argument("--cell", action="append", metavar="PYTHON:TORCH", help="again for more")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         wheel = distributions(Path(name))
-        if asked.shared:
-            return 0 if said(install_shared(wheel, Path(name, "venv"))) == PASSED else 1
-        results = cells(asked.cell or [], wheel, Path(name))
+        chosen = asked.cell or []
+        if asked.shared and said(install_shared(wheel, Path(name, "shared"))) != PASSED:
+            return 1
+        if asked.oldest:
+            python = next(filter(found, PYTHONS))
+            chosen.append(f"{python}:2.{torches(python)[0]}")
+        elif asked.shared:
+            return 0
+        results = cells(chosen, wheel, Path(name))
     print("\n".join(table(results)))
     tried = {*results.values()} - {NO_PYTHON, NO_WHEEL, UNTRIED}
     return 0 if tried == {PASSED} else 1

@@ -223,7 +223,7 @@ def _columns(parameter: click.Parameter, ctx: click.Context) -> tuple[str, str] 
         return None
     short = [name for name in parameter.opts if name[1] != "-"]
     long = [name for name in parameter.opts if name[1] == "-"]
-    typed = ", ".join([*short, *long[:1]])
+    typed = ", ".join([*short, *long])
     if parameter.secondary_opts:
         typed = typed.replace("--", "--[no-]")
     elif isinstance(parameter, RequeueOption):

@@ -66,7 +66,7 @@ def _runs(argv: Sequence[str]) -> int:
     as_json = "--json" in argv
     answers = _asked(_clusters(), [*argv, *([] if as_json else ["--json"])])
     found = [
-        {**each, "cluster": name}
+        each | {"cluster": name, "next_command": _there(name, each.get("next_command"))}
         for name, (value, _) in answers.items()
         for each in (value if isinstance(value, list) else [])
         if isinstance(each, dict)
@@ -76,12 +76,19 @@ def _runs(argv: Sequence[str]) -> int:
     elif found:
         rows = [("CLUSTER", "NAME", "STATE", "JOBID", "STEP", "DETAIL"), *map(_row, found)]
         click.echo(formatting.table(rows))
-    else:
-        click.echo("no runs")
     silent = {name: why for name, (_, why) in answers.items() if why}
+    if not (found or silent or as_json):
+        click.echo("no runs")
     for name, why in silent.items():
         log.warning(f"{name} shows no runs: {why} [CD1402]")
     return EXIT_FAILED if silent else EXIT_DONE
+
+
+def _there(name: str, command: Any) -> str:
+    """Return a command of a cluster's answer as it is typed here."""
+    words = str(command or "")
+    before, _, after = words.partition("clusterddp ")
+    return words if before or not after else f"clusterddp --on {shlex.quote(name)} {after}"
 
 
 def _row(fields: dict[str, Any]) -> tuple[str, ...]:

@@ -219,7 +219,8 @@ class Option:
     @property
     def directive(self) -> str:
         """Sbatch directive that it sets; empty without one."""
-        return next((word[2:] for word in self.names.split() if word.startswith("--")), "")
+        first = self.names.partition(" ")[0]
+        return first[2:] if first.startswith("--") else ""
 
     @property
     def flags(self) -> list[str]:
@@ -584,10 +585,11 @@ def _check_names(path: Path, sections: Mapping[str, Iterable[str]], known: Colle
                 f"{path}: unknown section [{section}]{near}. "
                 "Use [defaults], [cluster:NAME] or [environment]. [CD0203]"
             )
+        names = [*known, *(() if section == "defaults" else _PLACE)]
         for key in keys:
-            if key not in known and (section == "defaults" or key not in _PLACE):
+            if key not in names:
                 raise RequestError(
-                    f"{path} [{section}]: unknown key {key!r}{nearest(key, known)}. [CD0203]"
+                    f"{path} [{section}]: unknown key {key!r}{nearest(key, names)}. [CD0203]"
                 )
 
 
@@ -595,5 +597,5 @@ def nearest(word: str, known: Collection[str]) -> str:
     """Return ` (did you mean 'nodes'?)` for an unknown word; empty if no known word is close."""
     import difflib
 
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -117,7 +117,7 @@ class JobSpec(Record):
         shown="sbatch, or held in a shell of salloc",
     )
     hold: str = option(
-        "", "Run it at once in this hold, see 'clusterddp hold'.", LINE, "--in HOLD", name="in-hold"
+        "", "Run it at once in this hold, see 'clusterddp hold'.", LINE, "HOLD --in", name="in-hold"
     )
     template: str = option(
         DEFAULT_TEMPLATE, "Script template; see 'clusterddp templates'.", names="NAME|FILE"

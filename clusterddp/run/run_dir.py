@@ -194,7 +194,7 @@ class RunDir:
         path = Path(spec.run_dir)
         if path.exists() or path.is_symlink():
             raise RequestError(
-                f"the run {spec.run_name} exists already at {path}; choose another "
+                f"the run {spec.run_name} already exists at {path}. Choose another "
                 "--run-name. [CD0503]"
             )
         missing = [parent for parent in path.parents if not parent.exists()]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePath
 
+from clusterddp import formatting
 from clusterddp.errors import RequestError
 from clusterddp.request import nested_launcher
 from clusterddp.request.nested_launcher import NestedLauncher
@@ -733,5 +734,5 @@ class _LayoutReader:
         elif ranks != tasks:
             why = f"its ranks are now Slurm's tasks, {ranks} per node"
             if cpus:
-                why += f", with {max(cpus * tasks // ranks, 1)} CPUs each"
+                why += f", with {formatting.count(max(cpus * tasks // ranks, 1), 'CPU')} each"
             self.note(self.where, launcher.name, why)

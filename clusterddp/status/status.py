@@ -215,6 +215,7 @@ def run_status(
     if manual_run:
         state, detail = _judge_manual_run(manual_run, report)
     is_stuck = state == RunState.RUNNING and _ignores_stop(submission, job, now)
+    hang = _describe_hang(_latest_attempt(run)) if state == RunState.RUNNING else ""
     figures, lines = report or Report(), _last_lines(run.metrics)
     latest = _merge_lines(lines)
     done = progress(_latest_attempt(run), lines)
@@ -224,7 +225,7 @@ def run_status(
     return RunStatus(
         name=run.name,
         state=state,
-        detail=_full_detail(run, state, detail, waits, is_stuck=is_stuck),
+        detail=_full_detail(run, state, detail, waits, hang, stuck=is_stuck),
         job_id=known.job_id,
         array_task=known.start.array_task or (job.element if job else ""),
         launcher=known.launcher,
@@ -240,7 +241,7 @@ def run_status(
         step=coalesce(figures.steps, done.step),
         steps_planned=coalesce(figures.steps, done.planned),
         percent_done=100.0 if figures.steps else done.percent,
-        seconds_left=done.seconds_left if state == RunState.RUNNING else None,
+        seconds_left=done.seconds_left if state == RunState.RUNNING and not hang else None,
         expected_start=_expected_start(state, job, waits),
         epoch=coalesce(figures.epochs, latest.epoch),
         loss=latest.loss,
@@ -255,7 +256,7 @@ def run_status(
         directory=str(run.path),
         working_directory=_working_directory(history),
         next_command=_next_command(
-            run, state, failure, submission, bool(checkpoint), job, is_stuck=is_stuck
+            run, state, failure, submission, bool(checkpoint), job, is_stuck=is_stuck or bool(hang)
         ),
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == RunState.UNKNOWN and _is_forgotten(submission, job),
@@ -308,7 +309,7 @@ def _judge(
     """Return a run's state, the reason for it, Slurm's answer and the report."""
     run = history.run
     job = slurm_states.get(submission.job_id) if submission else None
-    if job and submission and not submission.is_held and belongs_to_other_run(run, job):
+    if job and submission and not submission.is_held and _is_foreign(run, job, submission):
         job = JobState(State.UNKNOWN)
     if submission and submission.is_held and submission.end:
         job = None  # it outlives the run
@@ -332,12 +333,12 @@ def _judge(
 
 
 def _full_detail(
-    run: RunDir, state: RunState, detail: str, waits: events.Waits | None, *, is_stuck: bool
+    run: RunDir, state: RunState, detail: str, waits: events.Waits | None, hang: str, *, stuck: bool
 ) -> str:
     """Complete the reason for a state from the run's other records."""
     if waits:
         return f"waits for {waits.why if waits.held else ', '.join(waits.runs)}"
-    if is_stuck:
+    if stuck:
         detail += (
             " more than a minute ago, but still running. See where its ranks are with 'clusterddp "
             f"stacks {run.cli_name}', or end it now with 'clusterddp cancel {run.cli_name}'"
@@ -346,9 +347,7 @@ def _full_detail(
         room = Room.of(events.read(run.events))
         idle = f"idle since {formatting.moment(room.idle_since)}" if room.idle_since else ""
         return "; ".join(filter(None, (idle, room.describe() if room.nodes else "")))
-    if state == RunState.RUNNING and (at := _latest_attempt(run)):
-        return ", ".join(filter(None, (detail, _describe_hang(at))))
-    return detail
+    return ", ".join(filter(None, (detail, hang)))
 
 
 def _request_fields(spec: JobSpec | None) -> dict[str, Any]:
@@ -393,8 +392,10 @@ def _judge_lost(run: RunDir, submission: Submission, now: float) -> tuple[RunSta
     )
 
 
-def _describe_hang(attempt: Attempt) -> str:
+def _describe_hang(attempt: Attempt | None) -> str:
     """Describe a hang: which ranks hang, or since when no rank has printed anything."""
+    if attempt is None:
+        return ""
     hung = files.read(HungRanks, attempt.outcomes / HUNG) or HungRanks()
     stalled = files.read(StalledOutput, attempt.stalled)
     if hung.reason and not hung.ranks:
@@ -610,17 +611,22 @@ def _manual_run_failure(attempt: Attempt) -> Failure | None:
     )
 
 
-def belongs_to_other_run(run: RunDir, job: JobState) -> bool:
-    """Return whether another run submitted the job.
+def _is_foreign(run: RunDir, job: JobState, submission: Submission) -> bool:
+    """Return whether the job is not the run's, although it has its id.
 
     A restarted slurmctld that has lost its latest jobs assigns their ids again.
     """
-    comments = {submission_comment(run.name)}
+    ours = submission_comment("")
+    comments = {ours + run.name}
     name, _, index = run.name.rpartition("-")
     if job.element and job.element.endswith(f"_{index}"):
         # An array task belongs to run RUN-INDEX; its comment names RUN.
-        comments.add(submission_comment(name))
-    return job.comment.startswith(submission_comment("")) and job.comment not in comments
+        comments.add(ours + name)
+    if not job.comment and job.state is State.PENDING and submission.end:
+        # The script sets the comment also for a job that is requeued.
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return ours in run.script.read_text()
+    return job.comment.startswith(ours) and job.comment not in comments
 
 
 def _times(run: RunDir, submission: Submission, state: RunState, now: float) -> dict[str, Any]:
@@ -686,7 +692,7 @@ def _next_command(
     *,
     is_stuck: bool,
 ) -> str:
-    """Return the command to type next; is_stuck: the ranks ignore a request to stop."""
+    """Return the command to type next; is_stuck: the ranks hang, or ignore a request to stop."""
     if state == RunState.CREATED:
         if run.array_index:
             return f"clusterddp logs --job {run.cli_name}"
@@ -699,14 +705,12 @@ def _next_command(
         return f"clusterddp report {run.cli_name}" if state == RunState.DONE else ""
     if is_stuck:
         return f"clusterddp stacks {run.cli_name}"
+    if state == RunState.RUNNING and hold.is_hold(run):
+        return f"clusterddp submit --in {run.cli_name}"
     if _needs_cancel(state, job):
         return f"clusterddp cancel {run.cli_name}"
-    if (
-        state == RunState.FAILED
-        and not submission.start.time
-        and job
-        and job.reason == NOT_LAUNCHED
-    ):
+    not_launched = job and job.reason == NOT_LAUNCHED and not submission.start.time
+    if state == RunState.FAILED and not_launched:
         return f"scontrol show job {submission.job_id}"
     again = run.resume_command
     # A run that was cancelled before it started has no logs; a local one was in no queue.

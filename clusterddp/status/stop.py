@@ -59,15 +59,9 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> StopResul
     """
     history = History.read(run)
     if awaits_turn(history):
-        given_up = cancel(run, status, send)
-        return StopResult(
-            run.name,
-            given_up.job_id,
-            False,
-            given_up.cancelled,
-            given_up.message,
-            run.resume_command,
-        )
+        end = cancel(run, status, send)
+        again = run.resume_command
+        return StopResult(run.name, end.job_id, False, end.cancelled, end.message, again)
     submission = latest_submission(history.reread().events)  # it may have started since
     attempt = latest(run) if submission is None and status.state == RunState.RUNNING else None
     if attempt:  # its ranks were started by hand
@@ -88,10 +82,8 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> StopResul
         return StopResult(run.name, submission.job_id, False, False, message)
     if status.state == RunState.QUEUED:
         result = cancel(run, status, send)
-        where = "had not started"
-        if submission.is_local:
-            where = "was still starting and had nothing to save"
-        message = f"{run.name} {where}: cancelled"
+        early = "was still starting and had nothing to save"
+        message = f"{run.name} {early if submission.is_local else 'had not started'}: cancelled"
         return StopResult(run.name, submission.job_id, False, result.cancelled, message, again)
     try:
         event = events.StopRequested(job_id=submission.job_id, attempt=status.attempt)
@@ -106,8 +98,11 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> StopResul
             f"{run.name}: its directory {run.path} cannot be written: {error.strerror}. Use "
             f"'clusterddp cancel {run.cli_name}', or free disk space there. [CD0504]"
         ) from None
-    doubt = f" ({status.detail})" if status.state == RunState.UNKNOWN else ""
-    message = f"{run.name}: {asked}{doubt}"
+    message = f"{run.name}: {asked}"
+    if status.state == RunState.UNKNOWN:
+        message += f" ({status.detail})"
+    elif status.next_command.startswith("clusterddp stacks"):
+        message += f". It hangs: if it does not exit, use 'clusterddp cancel {run.cli_name}'"
     return StopResult(run.name, submission.job_id, True, False, message, again)
 
 

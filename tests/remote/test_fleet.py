@@ -205,6 +205,27 @@ def test_the_soonest_is_taken_and_no_answer_is_last(
     assert [line.split()[0] for line in capsys.readouterr().err.splitlines()[1:]] == ["c", "b", "a"]
 
 
+def test_a_run_of_a_cluster_is_gone_on_with_from_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [{"name": "x", "next_command": "clusterddp logs x"}, {"next_command": "sbatch f"}, {}]
+    answers(monkeypatch, a=(runs, ""))
+    assert fleet._runs(["runs", "--json"]) == 0
+    commands = [each["next_command"] for each in json.loads(capsys.readouterr().out)]
+    assert commands == ["clusterddp --on a logs x", "sbatch f", ""]
+
+
+def test_no_runs_is_not_said_of_a_cluster_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers(monkeypatch, a=([], ""), b=(None, "no route"))
+    assert fleet._runs(["runs"]) == 1
+    assert capsys.readouterr().out == ""
+    answers(monkeypatch, a=([], ""))
+    assert fleet._runs(["runs"]) == 0
+    assert capsys.readouterr().out == "no runs\n"
+
+
 def test_none_is_taken_blindly(monkeypatch: pytest.MonkeyPatch) -> None:
     answers(monkeypatch, a=(None, "no"), b=({"forecast": "no", "start_in_seconds": None}, ""))
     with pytest.raises(fleet.RequestError, match="CD1405"):

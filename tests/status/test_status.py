@@ -76,6 +76,39 @@ def test_a_running_run_shows_its_progress(run: RunDir) -> None:
     assert status.next_command == "clusterddp logs -f mnist-1"
 
 
+def test_a_hanging_run_has_no_time_left_and_names_the_command_that_shows_where(run: RunDir) -> None:
+    write_events(run, submitted(), begun(1))
+    at = Attempt(run, 1)
+    at.outcomes.mkdir(parents=True)
+    at.record.write_text('{"began": 100.0, "step": 0}')
+    at.alive.write_text('{"step": 10, "planned": 20, "spent": {"first_step": 1.0, "training": 5}}')
+    running = {"7": said(State.RUNNING)}
+    assert run_status(run, running).seconds_left == 5.0
+    (at.outcomes / "hung.json").write_text('{"ranks": [1], "reason": "in the forward pass"}')
+    status = run_status(run, running)
+    assert (status.detail, status.seconds_left) == ("rank 1: in the forward pass", None)
+    assert status.next_command == "clusterddp stacks mnist-1"
+
+
+@pytest.mark.parametrize(
+    ("comment", "script", "state"),
+    [
+        ("", "#SBATCH --comment=clusterddp:mnist-1", "failed"),
+        ("clusterddp:other", "#SBATCH --comment=clusterddp:mnist-1", "failed"),
+        ("clusterddp:mnist-1", "#SBATCH --comment=clusterddp:mnist-1", "queued"),
+        ("", "#SBATCH --nodes=1", "queued"),
+        ("a site's", "#SBATCH --comment=clusterddp:mnist-1", "queued"),
+    ],
+)
+def test_a_later_job_with_an_ended_runs_id_is_not_its_requeue(
+    run: RunDir, comment: str, script: str, state: str
+) -> None:
+    write_events(run, submitted(), begun(1), left(1, Cause.FAILED))
+    run.script.write_text(script)
+    waits = JobState(State.PENDING, "Priority", comment=comment)
+    assert run_status(run, {"7": waits}).state == state
+
+
 def test_a_done_run_shows_its_report(run: RunDir) -> None:
     write_events(run, submitted(), started(), ended(0))
     run.metrics.write_text('{"step": 3, "accuracy": 0.5, "loss": 0.25}\n')

@@ -428,7 +428,7 @@ def test_a_debug_run_is_known_to_the_other_commands(synthetic_dir: Path, tmp_pat
     assert (tmp_path / "jobs/one").stat().st_mode & 0o777 == 0o700
     again = clusterddp(*train, "--run-name=one")
     assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr
     broken = clusterddp("debug", "--dataset=mnist", "--data-dir=none", "--run-name=two")
     assert broken.returncode == 2
     assert not (tmp_path / "jobs/two").exists()

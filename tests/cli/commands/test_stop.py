@@ -59,6 +59,16 @@ def test_the_attempt_at_work_gets_a_mark_and_no_signal(workplace: Workplace) -> 
     assert "asked to save a checkpoint and exit" in workplace.invoke("status", "one").out
 
 
+def test_a_run_that_hangs_may_not_leave(workplace: Workplace) -> None:
+    run = training(workplace)
+    hung = Attempt(run, 1).outcomes / "hung.json"
+    hung.parent.mkdir()
+    hung.write_text('{"ranks": [1], "reason": "in the forward pass"}')
+    workplace.command("squeue", RUNS)
+    got = workplace.invoke("stop", "one")
+    assert "if it does not exit, use 'clusterddp cancel one'" in got.out
+
+
 def test_a_run_that_does_not_leave_says_what_to_do_after_a_minute(workplace: Workplace) -> None:
     """As one whose handler of USR1 waits for the other ranks in a barrier."""
     asked = {"event": "stop_requested", "job_id": "1"}
