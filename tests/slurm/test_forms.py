@@ -186,6 +186,15 @@ def test_an_unreadable_list_is_refused_with_the_place_and_an_example(text: str) 
     assert len(message) < 300
 
 
+@pytest.mark.parametrize("form", ["g[{}]", "{}"])
+def test_the_longest_lists_take_time_in_proportion(form: str) -> None:
+    """A reading that looks at the rest of the list for each node takes 10 minutes, not a second."""
+    numbers = [f"{2 * n:06}" for n in range(150_000)]
+    text = form.format(",".join(numbers if "[" in form else [f"g{n}" for n in numbers]))
+    hosts = expand_nodelist(text)
+    assert (len(hosts), hosts[0], hosts[-1]) == (150_000, "g000000", "g299998")
+
+
 @pytest.mark.parametrize(
     "text",
     [
