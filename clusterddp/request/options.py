@@ -16,6 +16,7 @@ read here, rendered, and kept out of the submission (`slurm.client`).
 
 import contextlib
 import dataclasses
+import functools
 import math
 import numbers
 import os
@@ -356,15 +357,20 @@ def options_of(record: type, group: str) -> Iterator[Option]:
             yield Option(**{**usual, **row})
 
 
-def check_fields(record: object) -> None:
+@functools.cache
+def _fields_of(kind: type[Any]) -> list[dataclasses.Field[Any]]:
+    """Return the option fields of a record's class; listing runs checks a record for each."""
+    return [field for field in dataclasses.fields(kind) if "option" in field.metadata]
+
+
+def check_fields(record: Any) -> None:
     """Check the option fields of a request's record that are not at their default.
 
     Raises OptionError with the option, the value and valid values.
     """
-    assert dataclasses.is_dataclass(record)
-    for field in dataclasses.fields(record):
-        row, value = field.metadata.get("option"), getattr(record, field.name)
-        if row is None or value == field.default:
+    for field in _fields_of(record.__class__):
+        row, value = field.metadata["option"], getattr(record, field.name)
+        if value == field.default:
             continue
         flag = f"--{row.get('name', field.name.replace('_', '-'))}"
         kind = type(field.default)

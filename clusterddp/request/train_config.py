@@ -231,7 +231,7 @@ class TrainConfig(Record):
     def __post_init__(self) -> None:
         table.check_fields(self)
         DURATION_OR_NEVER.check("--hang-timeout", self.hang_timeout)
-        typed = self.to_argv()
+        typed = self.to_argv(defaults=False)
         for first, second, why in _CONTRADICTIONS:
             if first in typed and second in typed:
                 names = f"{first} conflicts with {second}".replace("=", " ")

@@ -16,7 +16,6 @@ import json
 import mmap
 import os
 import re
-import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class Address:
 
         Raises OSError or AttributeError if the system has no such memory; Linux has it.
         """
-        token = secrets.token_hex(4)
+        token = os.urandom(4).hex()
         first, second = (os.memfd_create(f"{_NAME}{token}") for _ in range(2))
         return cls(os.getpid(), (first, second), token)
 

@@ -58,7 +58,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from clusterddp.errors import RequestError
-from clusterddp.files import write_atomically
+from clusterddp.files import read_json, write_atomically
 
 if TYPE_CHECKING:
     from clusterddp.request.spec import JobSpec
@@ -157,11 +157,11 @@ class RunDir:
     @property
     def array_index(self) -> str:
         """Index of this run's array task, RUN-INDEX; empty if it has none."""
-        spec, path = self.read_spec(), self.path.resolve()
+        path = self.path.resolve()
         name, _, index = path.name.rpartition("-")
-        if spec and index.isdigit() and path.parent / name == Path(spec.run_dir).resolve():
-            return index
-        return ""
+        recorded = (read_json(self.spec) or {}).get("run_dir") if index.isdigit() else None
+        is_task = recorded and path.parent / name == Path(str(recorded)).resolve()
+        return index if is_task else ""
 
     @property
     def sweep(self) -> "SweepDir | None":

@@ -19,7 +19,6 @@ from clusterddp.run.attempt import Attempt, latest, printed_bytes
 from clusterddp.run.events import Cause, Ended, Failure, Started
 from clusterddp.run.history import NO_RESTART, SAME_FAILURE, History, steps_gained
 from clusterddp.run.hold import Room
-from clusterddp.run.node_memory import is_from_memory
 from clusterddp.run.outcome import HUNG, first_failure, last_renewal, read_outcomes
 from clusterddp.run.records import (
     AttemptRecord,
@@ -267,6 +266,8 @@ def _checkpoint_fields(
     run: RunDir, state: RunState, checkpoint: NewestCheckpoint, step: int | None
 ) -> dict[str, Any]:
     """Return the fields that describe the newest checkpoint. step: rank 0's, by its heartbeat."""
+    from clusterddp.run.node_memory import is_from_memory  # not needed without a checkpoint
+
     repeated = None
     latest = _latest_attempt(run)
     if latest and state not in (RunState.CREATED, RunState.RUNNING, RunState.DONE):

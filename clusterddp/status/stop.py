@@ -57,10 +57,9 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> StopResul
     Raises SlurmError with scancel's message, or RequestError if the run's directory cannot be
     written or the run is still starting.
     """
-    history = History.read(run)
+    history, again = History.read(run), run.resume_command
     if awaits_turn(history):
         end = cancel(run, status, send)
-        again = run.resume_command
         return StopResult(run.name, end.job_id, False, end.cancelled, end.message, again)
     submission = latest_submission(history.reread().events)  # it may have started since
     attempt = latest(run) if submission is None and status.state == RunState.RUNNING else None
@@ -76,7 +75,6 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> StopResul
     if submission is None or status.state == RunState.CREATED:
         message = f"{run.name} was never submitted: nothing to stop"
         return StopResult(run.name, "", False, False, message)
-    again = run.resume_command
     if status.state in ENDED:
         message = f"{run.name} has already ended: {status.state}"
         return StopResult(run.name, submission.job_id, False, False, message)
