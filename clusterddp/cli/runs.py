@@ -78,14 +78,18 @@ def act_on_each(
 
     words: formats a result as text; JSON is printed at the end, as a list.
     wait: waits for the successful runs and returns an exit code.
-    confirm: asks about the runs of a sweep or a pattern, and raises if the answer is not yes.
+    confirm: asks about the runs of a sweep or a pattern, or a name found in another directory, and
+    raises if the answer is not yes.
     Returns the highest exit code.
     """
     from clusterddp.status.stop import apply_to_all
 
     runs, failed = select_each(root, names)
     known = statuses(runs)
-    if confirm and len(runs) > 1 and any(names_several(root, name) for name in names):
+    several = len(runs) > 1 and any(names_several(root, name) for name in names)
+    # A name that is only known elsewhere may be that of a submission here that was refused.
+    away = (run.path.parent.resolve() != root.resolve() for run in runs if run.name in names)
+    if confirm and (several or any(away)):
         confirm(known)
     reached, results = [], []
     for run, result in zip(runs, apply_to_all(act, [*zip(runs, known, strict=True)]), strict=True):

@@ -819,5 +819,6 @@ def _job_fields(job_id: str) -> dict[str, str]:
 
 
 def seconds_left(job_id: str) -> float | None:
-    """Return the seconds until the job's time limit, or None if it has none or is unknown."""
-    return forms.time_seconds(output_of(["squeue", "-h", "-j", job_id, "-o", "%L"]).strip())
+    """Return the seconds until the job's time limit, 0 after it; None without one or if unknown."""
+    left = output_of(["squeue", "-h", "-j", job_id, "-o", "%L"]).strip()
+    return 0.0 if left == "INVALID" else forms.time_seconds(left)  # the word for less than none

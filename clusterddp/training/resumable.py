@@ -229,11 +229,11 @@ class Resumable:
         self._postponed, self._loose = (reason or before, max(save, was_due)), 0
         if any(self._postponed) and not self._is_last_batch():
             self._save_postponed()
-        if not self._has_batches:
-            self._timer.clock.start()
         self._mark(Phase.USER_CODE)
         if self.steps == self._count_of_steps:  # the script may leave its loop by `break`
             self.finish()
+        else:
+            self._timer.clock.start()  # what follows in the loop's body is part of the next step
 
     def _end_epoch(self) -> None:
         """Begin the next epoch, after the save or the stop that waited for the end of this one."""

@@ -118,8 +118,8 @@ class Deadline:
         self._answered = threading.Event()
 
     def set(self, seconds_left: float | None) -> None:
-        """Set the remaining time; None if it is unlimited or unknown."""
-        if seconds_left is not None and seconds_left > 0:
+        """Set the remaining time; None if it is unlimited or unknown, 0 if the limit has passed."""
+        if seconds_left is not None and seconds_left >= 0:
             self._set_at = time.monotonic()
             self._end = self._set_at + seconds_left
         self._answered.set()

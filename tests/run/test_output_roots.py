@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.run_dir import RunDir, known_runs_dirs, remember_runs_dir
-from tests.cli.made_runs import Workplace, ended, submitted, workplace
+from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]
 
@@ -39,6 +39,20 @@ def test_a_submission_notes_its_folder_of_runs_once(workplace: Workplace, state:
     refused = workplace.invoke("submit", "--run-name=c", "--runs-dir=x", "--", "true")
     assert refused.code == 2
     assert known_runs_dirs() == [workplace.root]
+
+
+@pytest.mark.usefixtures("another")
+def test_a_run_elsewhere_is_not_ended_by_its_name_alone(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("12"), started("12"))
+    workplace.command("squeue", "echo '12|RUNNING|None'")
+    workplace.command("scancel", "exit 0")
+    refused = workplace.invoke("cancel", "one")
+    assert (refused.code, refused.out) == (2, "")
+    assert f"Cancel {run.path} (1 running)? There is no terminal" in refused.err
+    assert "scancel 12" not in workplace.calls
+    for words in (["one", "--yes"], ["12"], [str(run.path)]):
+        assert workplace.invoke("cancel", *words).code == 0
+        assert workplace.calls.pop() == "scancel 12"
 
 
 @pytest.mark.parametrize("text", ["one", "41"])

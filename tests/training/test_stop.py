@@ -161,7 +161,14 @@ def test_the_end_is_near_when_stopping_takes_what_is_left(clock: list[float]) ->
     assert not deadline.is_near(10.0)
 
 
-@pytest.mark.parametrize("seconds_left", [None, 0.0, -3.0])
+def test_after_the_limit_it_is_near_at_once(clock: list[float]) -> None:
+    """A start can take longer than the job's limit, and Slurm kills the job some seconds later."""
+    deadline = Deadline()
+    deadline.set(0.0)
+    assert deadline.is_near(0.0)
+
+
+@pytest.mark.parametrize("seconds_left", [None, -3.0])
 def test_without_a_limit_it_is_never_near(clock: list[float], seconds_left: float | None) -> None:
     deadline = Deadline()
     deadline.set(seconds_left)

@@ -15,7 +15,7 @@ from clusterddp.status.stop import cancel
 
 @click.command(name="cancel", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, required=True, metavar="RUN...")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask before cancelling several runs.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask about several runs, or one elsewhere.")
 @RUNS_DIR_OPTION
 @JSON_OPTION
 def command(run: tuple[str, ...], yes: bool, runs_dir: Path, as_json: bool) -> int:
@@ -33,9 +33,10 @@ def command(run: tuple[str, ...], yes: bool, runs_dir: Path, as_json: bool) -> i
 
 
 def _confirm(runs: Sequence[RunStatus]) -> None:
-    """Ask before cancelling several runs. Raises RequestError unless the answer is yes."""
+    """Ask before cancelling. Raises RequestError unless the answer is yes."""
     counts = Counter(status.state for status in runs if not status.has_ended)
     if not counts:
         return
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
-    confirm(f"Cancel {counts.total()} runs ({states})?", "cancelled")
+    what = runs[0].directory if len(runs) == 1 else f"{counts.total()} runs"
+    confirm(f"Cancel {what} ({states})?", "cancelled")
