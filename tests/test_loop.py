@@ -622,6 +622,23 @@ def test_of_a_line_a_second_one_in_ten_seconds_is_printed_unless_the_pace_is_giv
     assert [int(each[1]) for each in told if each] == printed
 
 
+def test_the_whole_body_of_the_loop_is_training_and_the_code_between_epochs_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("clusterddp.training.paces.time", clock)
+    loop = Loop(directory=tmp_path, model=nn.Linear(1, 1))
+    for _ in loop.epochs(2):
+        for _ in loop.batches(range(3)):
+            now[0] += 1.0
+            loop.step()
+            now[0] += 2.0
+        now[0] += 100.0
+    # After the last step nothing is counted: the training is over.
+    assert loop._position.seconds == 9.0 + 7.0
+
+
 def test_stacks_are_those_of_a_run_that_was_submitted(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "own")
     loop = Loop(directory=run.path, model=nn.Linear(1, 1))

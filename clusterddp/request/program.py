@@ -300,10 +300,12 @@ class Command(_Program):
             if name not in used and name in request:
                 raise _shared_option(name)
             if name not in used:
+                found = self.unused_placeholders(names)
+                but = f" but {', '.join(found)}" if found else ""
                 raise OptionError(
                     "--sweep",
-                    f" {name}: the COMMAND does not contain {{{name}}}, so all trials would be the "
-                    f"same. Write it where the value goes: -- python train.py --{name} {{{name}}}",
+                    f" {name}: the COMMAND does not contain {{{name}}}{but}, so all trials would "
+                    f"be the same. Write it for the value: -- python train.py --{name} {{{name}}}",
                 )
 
     def unused_placeholders(self, names: Sequence[str]) -> list[str]:
@@ -317,7 +319,7 @@ class Command(_Program):
         return Command(tuple(typed) or self.command)
 
     def beginning(self, step: int | None) -> str:
-        return "reruns its command"
+        return "reruns its command" + ("" if step is None else f", which resumes from step {step}")
 
     def has_own_code(self, sweep: Sweep, tree: Path | None = None) -> bool:
         return True

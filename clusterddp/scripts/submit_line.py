@@ -270,7 +270,10 @@ class _Translation:
                 value = size[1]
             self.option(directive, value)
         elif name in REPLACED:
-            line.note(directive.line, directive.text, f"not carried over: use {REPLACED[name]}")
+            why = f"not carried over: use {REPLACED[name]}"
+            if name == "array" and "SLURM_ARRAY_TASK_ID" in self.file.text:
+                why += ". Its commands still contain SLURM_ARRAY_TASK_ID, which is then empty"
+            line.note(directive.line, directive.text, why)
         elif name not in _SBATCH_ONLY:
             line.add("sbatch", name if value is None else f"{name}={value}")
 

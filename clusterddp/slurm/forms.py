@@ -172,7 +172,10 @@ TIME_LIMIT = Form(
     "minutes (60 for 1h), MM:SS, [D-]HH:MM:SS (02:30:00), D-HH (1-12) or UNLIMITED",
 )
 MEMORY = Form(
-    r"(?ia)\d+[KMGT]?", "amount of memory", "64G, 500M, 1T, 4000 (megabytes) or 0 (all of a node)"
+    # Python needs more than 99 MB: 64 lacks its unit.
+    r"(?ia)0+|\d{3,}|\d+[KMGT]",
+    "amount of memory",
+    "64G, 500M, 1T, 4000 (megabytes, 100 or more) or 0 (all of a node)",
 )
 SIGNAL = Form(
     r"(?:(?:B:)?(?:USR1|USR2|TERM)@[0-9]{1,5})?",

@@ -289,8 +289,11 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 
     Raises RequestError if they could not start.
     """
-    if not spec.program.keeps_records or spec.sweep or terms.from_scratch:
+    if spec.sweep or terms.from_scratch:
         return None
+    if not spec.program.keeps_records:
+        newest = newest_checkpoint(run.checkpoints)  # a Loop's, which checks it itself
+        return newest.path if newest else None
     from clusterddp.checkpoints import catalog
 
     try:

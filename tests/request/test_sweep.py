@@ -204,8 +204,10 @@ def test_braces_are_those_of_a_sweep_and_are_replaced_once() -> None:
     sweep = Sweep(("a", "b"), (("{b}", "x"),))
     spec = command("p", "{a}{b}", "{c}", "{ a }", "${a}", sweep=sweep)
     assert spec.trial_spec(0).command == ("p", "{b}x", "{c}", "{ a }", "${b}")
-    with pytest.raises(OptionError, match=r"the COMMAND does not contain \{n\}"):
+    with pytest.raises(OptionError, match=r"the COMMAND does not contain \{n\}, so"):
         command("p", "{a}", sweep=parse(["a=1", "n=1,2"]))
+    with pytest.raises(OptionError, match=r"the COMMAND does not contain \{n\} but \{m\}, so"):
+        command("p", "{a}", "{m}", sweep=parse(["a=1", "n=1,2"]))
     with pytest.raises(OptionError, match="one job array, so they share --nodes"):
         command("p", "{a}", sweep=parse(["a=1", "nodes=1,2"]))
     command("p", "{nodes}", sweep=parse(["nodes=1,2"]))

@@ -328,6 +328,17 @@ def test_a_ping_that_fails_takes_nothing_from_the_configuration(
     assert client.requeue_exits() == ["RequeueExit=3"]
 
 
+@pytest.mark.parametrize(
+    ("answer", "seconds"), [("1:00", 60), ("INVALID", 0), ("UNLIMITED", None), ("", None)]
+)
+def test_after_the_time_limit_no_time_is_left(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, answer: str, seconds: float | None
+) -> None:
+    """squeue(1) prints INVALID for a negative time."""
+    monkeypatch.setenv("PATH", fake(squeue=f"echo '{answer}'")["PATH"])
+    assert client.seconds_left("7") == seconds
+
+
 def test_one_squeue_call_answers_for_all_jobs(fake: Fake, tmp_path: Path) -> None:
     environ = fake(
         squeue="echo '1|PENDING|(Resources, or so)'; echo '2|RUNNING|None'", sacct=NO_ACCOUNTING

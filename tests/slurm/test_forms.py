@@ -10,8 +10,8 @@ from tests.hostile import CARRIED, REFUSED
 
 TIMES = ["90", "0", "45:00", "2:30:00", "02:30:00", "1-12", "1-02:30", "1-02:30:00", "UNLIMITED"]
 NOT_TIMES = ["", "1h", "1-", "-1", "1:2:3:4", "1:99", "1.5", "90 ", "1-02:30:00:00", "\uff11"]
-MEMORIES = ["64G", "500M", "1T", "4000", "0", "8K", "64g"]
-NOT_MEMORIES = ["", "64GB ", "1.5G", "-1", "64 G", "G", "64X"]
+MEMORIES = ["64G", "500M", "1T", "4000", "100", "0", "4M", "8K", "64g"]
+NOT_MEMORIES = ["", "64", "4", "099x", "64GB ", "1.5G", "-1", "64 G", "G", "64X"]
 DEPENDENCIES = [
     "afterok:1234", "afterany:1:2", "afterok:1,afternotok:2", "singleton", "after:12+5",
     "afterok:1_2?afterany:3", "aftercorr:1_*",

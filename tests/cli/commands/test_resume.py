@@ -598,6 +598,14 @@ def test_the_same_value_is_no_change(workplace: Workplace) -> None:
     assert not list(run.path.glob("*-1.*"))
 
 
+@pytest.mark.parametrize(
+    ("step", "words"), [(40, "its command, which resumes from step 40\n"), (0, "its command\n")]
+)
+def test_a_command_says_the_step_of_its_loop(workplace: Workplace, step: int, words: str) -> None:
+    stopped(workplace, step=step, train=None, command=("true",))
+    assert f"; it reruns {words}" in accepted(workplace, "one").out
+
+
 def code_run(workplace: Workplace) -> RunDir:
     """A command's run without a copy of the tree, which is `tree` below the workplace."""
     run = stopped(workplace, train=None, command=("python", "train.py"))
@@ -863,7 +871,7 @@ def test_a_run_that_is_queued_or_running_is_left(
 
 def test_one_that_waits_to_be_requeued_is_left(workplace: Workplace) -> None:
     run = stopped(workplace)
-    workplace.command("squeue", "echo '12|PENDING|BeginTime'")  # by somebody's scontrol requeue
+    workplace.command("squeue", "echo '12|PENDING|BeginTime|clusterddp:one'")  # by somebody's scontrol requeue
     assert "one is already queued (requeued: BeginTime)" in refused(workplace, run)
 
 
