@@ -871,7 +871,8 @@ def test_a_run_that_is_queued_or_running_is_left(
 
 def test_one_that_waits_to_be_requeued_is_left(workplace: Workplace) -> None:
     run = stopped(workplace)
-    workplace.command("squeue", "echo '12|PENDING|BeginTime|clusterddp:one'")  # by somebody's scontrol requeue
+    # By somebody's scontrol requeue.
+    workplace.command("squeue", "echo '12|PENDING|BeginTime|clusterddp:one'")
     assert "one is already queued (requeued: BeginTime)" in refused(workplace, run)
 
 
