@@ -105,7 +105,8 @@ def apply_config(given: Given, text: str) -> Given:
 
     A run's request already contains the variables and site.cfg of its submission.
     """
-    if not text.endswith(SUFFIX) and Path(text).is_file():
+    is_other_file = Path(text).is_file() or text.endswith((".yaml", ".yml", ".json"))
+    if not text.endswith(SUFFIX) and is_other_file:
         raise RequestError(
             f"--config {text} is not a {SUFFIX} file. Use a run, or a file that --save-config "
             "wrote. [CD0204]"

@@ -23,8 +23,8 @@ _WIDTH = len("straggler") + 2
 _MAX_ATTEMPTS = 8
 _MAX_NAMED = 5
 _MAX_HOSTS = 8
-_NAMES = "NAME STATE MODEL RANKS NODES TEST-ACCURACY TRAIN-SECONDS IMAGES/S PEAK-MEMORY ATTEMPTS"
-_HEADER = tuple(_NAMES.split())
+_NAMES = "NAME STATE MODEL RANKS NODES TEST-ACCURACY TRAIN-LOSS TRAIN-SECONDS IMAGES/S PEAK-MEMORY"
+_HEADER = (*_NAMES.split(), "ATTEMPTS")
 
 
 @click.command(name="report", cls=SettingsCommand)
@@ -64,9 +64,10 @@ def command(
 ) -> None:
     """Show the results of RUNs (names, job ids or directories); default: the latest run.
 
-    One run is shown in full, several as a table. If a run has no report.json yet, its metrics
-    are shown. TRAIN-SECONDS is the training time, IMAGES/S the throughput of all ranks, PEAK-MEMORY
-    the largest of any rank. --json prints a list with one object per run.
+    One run is shown in full, several as a table of what is known of any. If a run has no
+    report.json yet, its metrics are shown. TRAIN-SECONDS is the training time, IMAGES/S the
+    throughput of all ranks, PEAK-MEMORY the largest of any rank. --json prints a list with one
+    object per run.
 
     A sweep is a table of its trials, best first, with mean and sample standard deviation (STD) over
     N seeds; --json prints one object.
@@ -107,7 +108,9 @@ def command(
     elif len(gathered) == 1:
         click.echo(describe(gathered[0].report))
     else:
-        click.echo(formatting.table([_HEADER, *(_row(run.report) for run in gathered)]))
+        columns = zip(_HEADER, *(_row(run.report) for run in gathered), strict=True)
+        known = [column for column in columns if {*column[1:]} != {"-"}]
+        click.echo(formatting.table([*zip(*known, strict=True)]))
 
 
 def _sweep(root: Path, names: Sequence[str]) -> SweepDir | None:
@@ -295,6 +298,7 @@ def _row(report: RunReport) -> tuple[str, ...]:
         str(figures.world_size or "-"),
         str(figures.num_nodes or "-"),
         formatting.percent(figures.accuracy),
+        formatting.loss(report.train_loss),
         "-" if figures.train_seconds is None else f"{figures.train_seconds:,.1f}",
         formatting.rate(figures.images_per_second),
         formatting.memory(figures.peak_memory_bytes),

@@ -1,6 +1,7 @@
 """`clusterddp report` on the terminal and as JSON."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +66,52 @@ def test_several_runs_are_a_table_in_the_order_given(workplace: Workplace) -> No
     got = workplace.invoke("report", "large", "small", "bad", "small")
     header, *rows = [line.split() for line in got.out.splitlines()]
     assert header == [
-        "NAME", "STATE", "MODEL", "RANKS", "NODES", "TEST-ACCURACY", "TRAIN-SECONDS", "IMAGES/S",
-        "PEAK-MEMORY", "ATTEMPTS",
+        "NAME", "STATE", "MODEL", "RANKS", "NODES", "TEST-ACCURACY", "TRAIN-LOSS", "TRAIN-SECONDS",
+        "IMAGES/S", "PEAK-MEMORY", "ATTEMPTS",
     ]  # fmt: skip
     assert rows == [
-        ["large", "done", "convnet", "4", "2", "98.76%", "12.5", "3,604", "1.0", "GiB", "1"],
-        ["small", "done", "convnet", "1", "1", "98.76%", "12.5", "900", "1.0", "GiB", "1"],
-        ["bad", "failed", "convnet", "8", "2", "-", "-", "-", "-", "1"],
+        [
+            "large",
+            "done",
+            "convnet",
+            "4",
+            "2",
+            "98.76%",
+            "0.4000",
+            "12.5",
+            "3,604",
+            "1.0",
+            "GiB",
+            "1",
+        ],
+        [
+            "small",
+            "done",
+            "convnet",
+            "1",
+            "1",
+            "98.76%",
+            "0.4000",
+            "12.5",
+            "900",
+            "1.0",
+            "GiB",
+            "1",
+        ],
+        ["bad", "failed", "convnet", "8", "2", "-", "-", "-", "-", "-", "1"],
     ]
     columns = {line.index(word) for line, word in zip(got.out.splitlines(), ("STATE", "done",
                "done", "failed"), strict=True)}  # fmt: skip
     assert len(columns) == 1
+
+
+def test_a_table_has_no_column_of_which_nothing_is_known(workplace: Workplace) -> None:
+    for name in ("a", "b"):
+        run = workplace.run(name, *DONE)
+        spec = replace(run.load_spec(), train=None, command=("true",))
+        run.spec.write_text(spec.to_json())
+    header = workplace.invoke("report", "a", "b").out.splitlines()[0].split()
+    assert header == ["NAME", "STATE", "RANKS", "NODES", "ATTEMPTS"]
 
 
 def test_json_is_a_list_with_stable_names(workplace: Workplace) -> None:
