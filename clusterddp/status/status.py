@@ -713,6 +713,8 @@ def _next_command(
     not_launched = job and job.reason == NOT_LAUNCHED and not submission.start.time
     if state == RunState.FAILED and not_launched:
         return f"scontrol show job {submission.job_id}"
+    if state in ACTIVE or (state == RunState.UNKNOWN and job and job.problem):
+        return f"clusterddp logs -f {run.cli_name}"
     again = run.resume_command
     # A run that was cancelled before it started has no logs; a local one was in no queue.
     logs = run.rank_log(0), run.job_log
@@ -725,8 +727,6 @@ def _next_command(
             return "" if submission.is_local else again
     if state == RunState.STOPPED or (submission.requeue_reason and state == RunState.FAILED):
         return again
-    if state in ACTIVE or (state == RunState.UNKNOWN and job and job.problem):
-        return f"clusterddp logs -f {run.cli_name}"
     # Without a result recorded by the script the logs say little.
     end = submission.end or Ended()
     judged = end.cause and (end.why in ("", NO_RESTART) or end.why_code == SAME_FAILURE)
