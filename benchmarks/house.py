@@ -28,7 +28,7 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 44_800, 31_500),
+    Row("code lines", 44_810, 31_500),
     Row("modules", 244, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),

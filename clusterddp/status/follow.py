@@ -28,6 +28,8 @@ GONE_POLLS = 3
 """Consecutive checks without any record of the run, after which it cannot be followed."""
 
 _BLOCK = 65536
+_SILENT_SECONDS = 120.0
+"""Time without a line in the followed logs, after which the command for a hang is named."""
 
 
 class LogTail:
@@ -93,8 +95,9 @@ class LogPrinter:
         self._labels = labels or [path.stem for path in paths]
         self._stream = stream
 
-    def print_new(self, *, last: bool = False) -> None:
-        """Write the new bytes; with `last` also incomplete lines."""
+    def print_new(self, *, last: bool = False) -> bool:
+        """Write the new bytes; with `last` also incomplete lines. Return whether there were any."""
+        is_new = False
         for tail, name in zip(self._tails, self._labels, strict=True):
             if len(self._tails) == 1:
                 content = tail.read()
@@ -102,8 +105,10 @@ class LogPrinter:
                 label = f"{name} | ".encode()
                 content = b"".join(label + line + b"\n" for line in tail.read_lines(last=last))
             if content:
+                is_new = True
                 self._stream.write(content)
                 self._stream.flush()
+        return is_new
 
 
 def wait_for_end(
@@ -116,11 +121,16 @@ def wait_for_end(
     state is unknown.
     """
     watch = _Watch(run)
-    seconds = math.inf if timeout is None else timeout
+    seconds, heard = math.inf if timeout is None else timeout, time.monotonic()
     for _ in polling.poll(seconds, every=polling.FOLLOW_FILES_POLL_SECONDS):
-        if printer:
-            printer.print_new()
+        is_new = printer and printer.print_new()
         status = watch.look()
+        if is_new or status.state != RunState.RUNNING:
+            heard = time.monotonic()
+        elif printer and time.monotonic() - heard > _SILENT_SECONDS:
+            heard = math.inf  # until there is output again
+            silence = formatting.duration(_SILENT_SECONDS)
+            log.info(f"no output for {silence}. If it hangs: clusterddp stacks {run.cli_name}")
         if watch.is_over:
             if printer:
                 printer.print_new(last=True)  # output since the last check

@@ -192,6 +192,23 @@ def test_follow_tells_the_states_and_ends_with_the_run(
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("quick")
+def test_follow_names_the_command_for_a_hang_once_in_a_silence(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("clusterddp.status.follow._SILENT_SECONDS", 0.0)
+    run = workplace.run("one", submitted("7"))
+    begin = f"{record('started', nodelist=HOSTS)}; {say('RUNNING')}"
+    more = f"echo hello >>logs/rank-0.log; {say('RUNNING')}"
+    end = f"{record('ended', exit_code=0)}; {say('COMPLETING')}"
+    running = say("RUNNING")
+    story(workplace, run, say("PENDING"), begin, running, running, more, running, running, end)
+    assert follow(run) == 0
+    err = capfd.readouterr().err
+    assert err.count(f"If it hangs: clusterddp stacks {run.cli_name}\n") == 2
+    assert err.index("running on") < err.index("If it hangs")
+
+
 def test_follow_of_a_run_that_was_never_submitted_says_so(workplace: Workplace) -> None:
     run = workplace.run("x")
     workplace.monkeypatch.setattr(logs, "follow", lambda *_, **__: 0)
