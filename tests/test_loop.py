@@ -637,6 +637,7 @@ def test_the_whole_body_of_the_loop_is_training_and_the_code_between_epochs_is_n
         now[0] += 100.0
     # After the last step nothing is counted: the training is over.
     assert loop._position.seconds == 9.0 + 7.0
+    loop.close()
 
 
 def test_stacks_are_those_of_a_run_that_was_submitted(tmp_path: Path) -> None:
