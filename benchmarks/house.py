@@ -28,7 +28,7 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 44_810, 31_500),
+    Row("code lines", 44_830, 31_500),
     Row("modules", 244, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
@@ -38,7 +38,7 @@ HELD = (
     Row(f"{_ENTERED}another rank", 54, 36),
     Row(f"{_ENTERED}a COMMAND's task", 26, 16),
     Row("places that ask for a run's kind", 20, 20),
-    Row("lines of tests", 69_260, 50_000),
+    Row("lines of tests", 69_290, 50_000),
     Row("lines of the rendered script", 27, 27),
     Row("dry run: calls of functions", 21_480, 18_000),
     Row("dry run: modules", 34, 34),

@@ -152,7 +152,11 @@ class Loop(Resumable):
             raise
 
     def test(self, **metrics: Any) -> None:
-        """Log rank 0's test metrics; reports show `accuracy` and `loss`."""
+        """Log rank 0's test metrics; reports show `accuracy` and `loss`.
+
+        The time since the last step counts as evaluation, not as training.
+        """
+        self._timer.clock.drop()
         if self._lines:
             self._lines.write("eval", metrics)
 

@@ -635,8 +635,29 @@ def test_the_whole_body_of_the_loop_is_training_and_the_code_between_epochs_is_n
             loop.step()
             now[0] += 2.0
         now[0] += 100.0
-    # After the last step nothing is counted: the training is over.
-    assert loop._position.seconds == 9.0 + 7.0
+    assert loop._timer.clock.elapsed == loop._position.seconds == 7.0 + 7.0
+    loop.close()
+
+
+def test_neither_an_evaluation_nor_the_rest_of_an_epoch_that_is_left_is_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("clusterddp.training.paces.time", clock)
+    loop = Loop(directory=tmp_path, model=nn.Linear(1, 1), save_every="1epoch")
+    for _ in loop.epochs(2):
+        for number in loop.batches(range(5)):
+            now[0] += 1.0
+            loop.step()
+            if number == 0:
+                now[0] += 50.0
+                loop.test(loss=1.0)
+            if number == 2:
+                break
+            now[0] += 2.0
+        now[0] += 100.0
+    assert loop._timer.clock.elapsed == loop._position.seconds == 7.0 + 7.0
     loop.close()
 
 

@@ -86,11 +86,15 @@ def act_on_each(
 
     runs, failed = select_each(root, names)
     known = statuses(runs)
-    several = len(runs) > 1 and any(names_several(root, name) for name in names)
-    # A name that is only known elsewhere may be that of a submission here that was refused.
-    away = (run.path.parent.resolve() != root.resolve() for run in runs if run.name in names)
-    if confirm and (several or any(away)):
-        confirm(known)
+    if confirm:
+        # A name that is only known elsewhere may be that of a submission here that was refused.
+        elsewhere = (
+            run.path.parent.resolve() != root.resolve()
+            for run, status in zip(runs, known, strict=True)
+            if {run.name, run.name.rpartition("-")[0]} & {*names} and not status.has_ended
+        )
+        if any(elsewhere) or (len(runs) > 1 and any(names_several(root, name) for name in names)):
+            confirm(known)
     reached, results = [], []
     for run, result in zip(runs, apply_to_all(act, [*zip(runs, known, strict=True)]), strict=True):
         if isinstance(result, errors.ClusterDDPError):

@@ -216,6 +216,7 @@ class Driven(Loop):
 
     def finish(self) -> None:
         super().finish()
+        self._timer.clock.stop()
         self.fits.is_over = True
 
     def _take_snapshot(self) -> None:

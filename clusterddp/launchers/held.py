@@ -112,7 +112,7 @@ def _checked(spec: JobSpec, run: RunDir, job_id: str) -> tuple[hold.Request, tup
     Excluded and bad nodes are left out. Raises RequestError if the allocation cannot serve it.
     """
     try:
-        shares, left = allocation.allocated(job_id), slurm.seconds_left(job_id)
+        shares, left = allocation.allocated(job_id), slurm.seconds_left(job_id) or None
     except SlurmError as error:
         raise RequestError(
             f"{error}. Nothing was started. If SLURM_JOB_ID of this shell names a job that has "
@@ -210,7 +210,8 @@ def _stop(keeper: "subprocess.Popen[bytes]") -> None:
 def keep(run: RunDir, nodes: Sequence[str]) -> int:
     """Run the script on these nodes of the job to its end. Return its exit code."""
     script, job_id = run.script.read_text("utf-8"), os.environ["SLURM_JOB_ID"]
-    limit = Limit.of(script, slurm.seconds_left(job_id))
+    # After its limit Slurm may let the allocation be.
+    limit = Limit.of(script, slurm.seconds_left(job_id) or None)
     job = _HeldJob(run, limit, job_id)
     tasks = len(nodes) * run.load_spec().resources.tasks_per_node
     until = "" if limit.seconds is None else f"{time.time() + limit.seconds:.0f}"

@@ -271,8 +271,8 @@ class _Translation:
             self.option(directive, value)
         elif name in REPLACED:
             why = f"not carried over: use {REPLACED[name]}"
-            if name == "array" and "SLURM_ARRAY_TASK_ID" in self.file.text:
-                why += ". Its commands still contain SLURM_ARRAY_TASK_ID, which is then empty"
+            if name == "array" and "$SLURM_ARRAY" in self.file.text.replace("{", ""):
+                why += ". Without one of them, SLURM_ARRAY_TASK_ID is empty"
             line.note(directive.line, directive.text, why)
         elif name not in _SBATCH_ONLY:
             line.add("sbatch", name if value is None else f"{name}={value}")

@@ -353,7 +353,7 @@ def _sacct(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[st
         if job_id in job_ids:  # requeues repeat the id: the last row is the latest
             word = parse_state(state)
             code = parse_exit_code(exit_code, "sacct") if word.is_final else None
-            jobs[job_id] = JobState(word, exit_code=code, word=other_word(state))
+            jobs[job_id] = JobState(word, exit_code=code, comment=None, word=other_word(state))
     return jobs
 
 

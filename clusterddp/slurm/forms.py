@@ -320,7 +320,7 @@ _TASKS = r"0*([1-9][0-9]{0,8})(?:\(x0*([1-9][0-9]{0,8})\))?"
 _FOREIGN_CHARACTER = r"[^A-Za-z0-9._:,\[\]-]"
 _BRACKET = r"\[([^\[\]]*)\]"
 _BALANCED = rf"[^\[\]]*(?:{_BRACKET}[^\[\]]*)*"
-_NAME = r"([^\[\],]*(?:\[[^\[\]]*\][^\[\],]*)*),"
+_HOST_NAME = r"([^\[\],]*(?:\[[^\[\]]*\][^\[\],]*)*),"
 """Name up to its comma, which is outside brackets."""
 _RANGE = r"([0-9]+)(?:-([0-9]+))?"
 
@@ -414,7 +414,7 @@ def _parse(text: str) -> Iterator[tuple[list[str], list[list[_Range]]]]:
             _refuse_hosts(text, end, "'[' is never closed")
         _refuse_hosts(text, text.index("[", end + 1), "'[' inside a bracket")
     start = 0
-    for name in re.findall(_NAME, f"{text},"):
+    for name in re.findall(_HOST_NAME, f"{text},"):
         if not name:
             _refuse_hosts(text, start, "there is an empty item")
         literals = re.split(_BRACKET, name)[::2]

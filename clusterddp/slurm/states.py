@@ -69,8 +69,8 @@ class JobState:
     """Exit code of an ended job, as in a shell: 128 + N for signal N."""
     problem: str = ""
     """Reason why Slurm could not be asked; empty if Slurm answered."""
-    comment: str = ""
-    """Comment, which identifies the run's jobs."""
+    comment: str | None = ""
+    """Comment, which identifies the run's jobs; None if accounting answered, which has none."""
     element: str = ""
     """Name of an array task, 89_0, since its raw id may equal the array's."""
     start: float | None = None

@@ -13,8 +13,9 @@ from typing import BinaryIO
 from clusterddp import formatting, log, polling
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, RequestError
 from clusterddp.run import events
-from clusterddp.run.attempt import attempt_offset
+from clusterddp.run.attempt import attempt_offset, printed_bytes
 from clusterddp.run.history import History
+from clusterddp.run.hold import is_hold
 from clusterddp.run.rank_log import RankLog
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import query
@@ -29,7 +30,7 @@ GONE_POLLS = 3
 
 _BLOCK = 65536
 _SILENT_SECONDS = 120.0
-"""Time without a line in the followed logs, after which the command for a hang is named."""
+"""Interval of the looks at the ranks' output; without any, the command for a hang is named."""
 
 
 class LogTail:
@@ -95,9 +96,8 @@ class LogPrinter:
         self._labels = labels or [path.stem for path in paths]
         self._stream = stream
 
-    def print_new(self, *, last: bool = False) -> bool:
-        """Write the new bytes; with `last` also incomplete lines. Return whether there were any."""
-        is_new = False
+    def print_new(self, *, last: bool = False) -> None:
+        """Write the new bytes; with `last` also incomplete lines."""
         for tail, name in zip(self._tails, self._labels, strict=True):
             if len(self._tails) == 1:
                 content = tail.read()
@@ -105,10 +105,8 @@ class LogPrinter:
                 label = f"{name} | ".encode()
                 content = b"".join(label + line + b"\n" for line in tail.read_lines(last=last))
             if content:
-                is_new = True
                 self._stream.write(content)
                 self._stream.flush()
-        return is_new
 
 
 def wait_for_end(
@@ -121,16 +119,19 @@ def wait_for_end(
     state is unknown.
     """
     watch = _Watch(run)
-    seconds, heard = math.inf if timeout is None else timeout, time.monotonic()
+    seconds = math.inf if timeout is None else timeout
+    printed, heard = -1, time.monotonic()
     for _ in polling.poll(seconds, every=polling.FOLLOW_FILES_POLL_SECONDS):
-        is_new = printer and printer.print_new()
+        if printer:
+            printer.print_new()
         status = watch.look()
-        if is_new or status.state != RunState.RUNNING:
+        if status.state != RunState.RUNNING:
             heard = time.monotonic()
-        elif printer and time.monotonic() - heard > _SILENT_SECONDS:
-            heard = math.inf  # until there is output again
-            silence = formatting.duration(_SILENT_SECONDS)
-            log.info(f"no output for {silence}. If it hangs: clusterddp stacks {run.cli_name}")
+        elif printer and time.monotonic() - heard > _SILENT_SECONDS and not is_hold(run):
+            before, printed, heard = printed, printed_bytes(run), time.monotonic()
+            if printed == before:
+                heard = math.inf  # said once
+                log.info(f"no rank prints anything. If it hangs: clusterddp stacks {run.cli_name}")
         if watch.is_over:
             if printer:
                 printer.print_new(last=True)  # output since the last check

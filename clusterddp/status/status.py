@@ -55,7 +55,7 @@ T = TypeVar("T")
 _METRICS_BYTES = 65536
 _LEAVES_WITHIN_SECONDS = 60.0
 """Time after `clusterddp stop` after which a run that still trains needs attention."""
-_NOT_PRINTED = ("failed_rank", "is_forgotten")
+_NOT_PRINTED = ("failed_rank", "is_forgotten", "is_hanging")
 _LOST_SECONDS = 60.0
 """Time beyond SlurmdTimeout after which a silent batch controller counts as lost."""
 
@@ -159,6 +159,8 @@ class RunStatus:
     """Rank of `first_failure`; not printed."""
     is_forgotten: bool = False
     """True if no end is recorded and Slurm no longer knows its job; not printed."""
+    is_hanging: bool = False
+    """True if ranks were found that hang, or that print nothing; not printed."""
 
     def as_dict(self) -> dict[str, object]:
         """Return what `clusterddp status --json` prints."""
@@ -258,6 +260,7 @@ def run_status(
             run, state, failure, submission, bool(checkpoint), job, is_stuck=is_stuck or bool(hang)
         ),
         failed_rank=failure.rank if failure else None,
+        is_hanging=bool(hang),
         is_forgotten=state == RunState.UNKNOWN and _is_forgotten(submission, job),
     )
 
@@ -623,11 +626,12 @@ def _is_foreign(run: RunDir, job: JobState, submission: Submission) -> bool:
     if job.element and job.element.endswith(f"_{index}"):
         # An array task belongs to run RUN-INDEX; its comment names RUN.
         comments.add(ours + name)
-    if not job.comment and job.state is State.PENDING and submission.end:
-        # The script sets the comment also for a job that is requeued.
+    comment = job.comment or ""
+    if job.comment == "" and job.state is State.PENDING and submission.end:
+        # A script that sets the comment sets it also for a job that is requeued.
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            return ours in run.script.read_text()
-    return job.comment.startswith(ours) and job.comment not in comments
+            return f"--comment={ours}" in run.script.read_text()
+    return comment.startswith(ours) and comment not in comments
 
 
 def _times(run: RunDir, submission: Submission, state: RunState, now: float) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> StopResul
     message = f"{run.name}: {asked}"
     if status.state == RunState.UNKNOWN:
         message += f" ({status.detail})"
-    elif status.next_command.startswith("clusterddp stacks"):
+    elif status.is_hanging:
         message += f". It hangs: if it does not exit, use 'clusterddp cancel {run.cli_name}'"
     return StopResult(run.name, submission.job_id, True, False, message, again)
 

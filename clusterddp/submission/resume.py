@@ -154,7 +154,7 @@ def resume(
         if after.command != before.command:
             refuse_launcher(after)
             check_commands(after, script, folder=own_code, force=terms.force)
-        plan = Resumption(after, script, _source(run, after, terms), tuple(indices))
+        plan = Resumption(after, script, _source(run, before, after, terms), tuple(indices))
         if claim is None:
             for train in after.trainings:
                 find_user_functions(train, after, code=own_code)
@@ -284,7 +284,7 @@ def _added_indices(sweep: SweepDir, before: JobSpec, after: JobSpec) -> list[int
     return indices
 
 
-def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
+def _source(run: RunDir, before: JobSpec, spec: JobSpec, terms: Terms) -> Path | None:
     """Return the checkpoint from which the run's ranks will resume.
 
     Raises RequestError if they could not start.
@@ -293,7 +293,8 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
         return None
     if not spec.program.keeps_records:
         newest = newest_checkpoint(run.checkpoints)  # a Loop's, which checks it itself
-        return newest.path if newest else None
+        is_same = spec.command == before.command and not terms.even_if_done
+        return newest.path if newest and is_same else None
     from clusterddp.checkpoints import catalog
 
     try:

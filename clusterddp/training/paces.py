@@ -174,6 +174,11 @@ class Stopwatch:
         """Start again and drop the time since the last start."""
         self._since = time.perf_counter()
 
+    def drop(self) -> None:
+        """Drop the time since the last start, if it is running."""
+        if not math.isnan(self._since):
+            self.restart()
+
     def stop(self) -> None:
         """Stop."""
         seconds = 0.0 if math.isnan(self._since) else time.perf_counter() - self._since
@@ -458,8 +463,10 @@ class Slowdown:
             self._best = window
         is_slow = window.rate < self.SLOW_RUN * self._best.rate
         if is_slow and (self._is_reported or not self._stragglers.is_any_slow):
-            self._slow_from, self._fine_from = self._slow_from or place, None
-            self._judge_slow(here - self._slow_from[0], self._best)
+            began, self._fine_from = self._slow_from, None
+            self._slow_from = began or place
+            if began:  # one slow window may be an evaluation
+                self._judge_slow(here - began[0], self._best)
         elif self._slow_from and self._is_reported:
             self._fine_from = self._fine_from or place
             self._judge_fine(here - self._fine_from[0], step)

@@ -183,17 +183,19 @@ class Resumable:
         self._has_batches = True
         iterator = self._rest_of(loader)
         self._timer.clock.restart()  # the time before belongs to the epoch's own code
-        while True:
-            self._timer.clock.start()
-            self._mark(Phase.DATA)
-            batch = next(iterator, END)
-            if batch is END:
-                self._timer.clock.stop()
-                self._timer.loading.stop()
-                self._mark(Phase.USER_CODE)
-                return
-            self._mark(Phase.FORWARD)
-            yield cast(T, batch)
+        try:
+            while True:
+                self._timer.clock.start()
+                self._mark(Phase.DATA)
+                batch = next(iterator, END)
+                if batch is END:
+                    self._timer.loading.stop()
+                    self._mark(Phase.USER_CODE)
+                    return
+                self._mark(Phase.FORWARD)
+                yield cast(T, batch)
+        finally:  # also after a `break`
+            self._timer.clock.stop()
 
     def step(self, **metrics: Any) -> None:
         """Count a step, log its metrics, save if due and stop if requested; collective.
@@ -232,7 +234,7 @@ class Resumable:
         self._mark(Phase.USER_CODE)
         if self.steps == self._count_of_steps:  # the script may leave its loop by `break`
             self.finish()
-        else:
+        elif not (self._has_batches and self._is_last_batch()):
             self._timer.clock.start()  # what follows in the loop's body is part of the next step
 
     def _end_epoch(self) -> None:

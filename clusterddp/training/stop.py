@@ -118,7 +118,10 @@ class Deadline:
         self._answered = threading.Event()
 
     def set(self, seconds_left: float | None) -> None:
-        """Set the remaining time; None if it is unlimited or unknown, 0 if the limit has passed."""
+        """Set the remaining time: None if it is unlimited or unknown, 0 if the limit has passed.
+
+        A negative time, from a variable of the job's start that may be outdated, is ignored.
+        """
         if seconds_left is not None and seconds_left >= 0:
             self._set_at = time.monotonic()
             self._end = self._set_at + seconds_left
@@ -254,7 +257,7 @@ def poll_time_limit(deadline: Deadline, environ: Mapping[str, str]) -> None:
 def seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
     """Return the job's remaining seconds by slurmctld's clock, or by this host's without squeue."""
     if held_until := environ.get(HELD_VARIABLE):
-        return float(held_until) - time.time()
+        return max(float(held_until) - time.time(), 0.0)
     from clusterddp.slurm import client as slurm  # a task's parent does not need it
 
     left = None if is_rehearsal(environ) else slurm.seconds_left(slurm_job_name(environ, job_id))

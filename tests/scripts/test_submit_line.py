@@ -265,7 +265,7 @@ def test_a_launcher_becomes_tasks(directives: str, step: str, typed: str, comman
          "2: #SBATCH -o logs/%j.out: not carried over: logs are in the run's"),
         (["#SBATCH --array=0-3", SRUN], "2: #SBATCH --array=0-3: not carried over: use"),
         (["#SBATCH --array=0-3", "A=$SLURM_ARRAY_TASK_ID", SRUN],
-         "'. Its commands still contain SLURM_ARRAY_TASK_ID, which is then empty"),
+         "'. Without one of them, SLURM_ARRAY_TASK_ID is empty"),
         (["#SBATCH --mem=lots", SRUN],
          "2: #SBATCH --mem=lots: not carried over: --mem: 'lots' is no"),
         (["#SBATCH -N 1", "a", "#SBATCH -N 2", SRUN],

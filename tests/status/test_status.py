@@ -93,6 +93,8 @@ def test_a_hanging_run_has_no_time_left_and_names_the_command_that_shows_where(r
 @pytest.mark.parametrize(
     ("comment", "script", "state"),
     [
+        (None, "#SBATCH --comment=clusterddp:mnist-1", "queued"),
+        ("", "echo 'clusterddp: starts'", "queued"),
         ("", "#SBATCH --comment=clusterddp:mnist-1", "failed"),
         ("clusterddp:other", "#SBATCH --comment=clusterddp:mnist-1", "failed"),
         ("clusterddp:mnist-1", "#SBATCH --comment=clusterddp:mnist-1", "queued"),
@@ -101,7 +103,7 @@ def test_a_hanging_run_has_no_time_left_and_names_the_command_that_shows_where(r
     ],
 )
 def test_a_later_job_with_an_ended_runs_id_is_not_its_requeue(
-    run: RunDir, comment: str, script: str, state: str
+    run: RunDir, comment: str | None, script: str, state: str
 ) -> None:
     write_events(run, submitted(), begun(1), left(1, Cause.FAILED))
     run.script.write_text(script)
