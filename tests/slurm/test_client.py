@@ -363,8 +363,8 @@ def test_accounting_answers_for_what_the_controller_forgot(fake: Fake, tmp_path:
     sacct = "echo '1|NODE_FAIL|0:0'; echo '1|CANCELLED by 0|0:15'; echo '2|COMPLETED|0:0'"
     environ = fake(squeue=NO_JOB, sacct=sacct)
     assert query(["1", "2", "3"], environ) == {
-        "1": JobState(State.CANCELLED, "", 143),  # the last row: it was requeued
-        "2": JobState(State.DONE, "", 0),
+        "1": JobState(State.CANCELLED, "", 143, comment=None),  # the last row: it was requeued
+        "2": JobState(State.DONE, "", 0, comment=None),
         "3": JobState(State.UNKNOWN),
     }
     assert [call.split()[0] for call in calls(tmp_path)] == ["squeue", "sacct"]
