@@ -622,12 +622,18 @@ def test_of_a_line_a_second_one_in_ten_seconds_is_printed_unless_the_pace_is_giv
     assert [int(each[1]) for each in told if each] == printed
 
 
-def test_the_whole_body_of_the_loop_is_training_and_the_code_between_epochs_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of the steps, which only the test moves."""
+    time_now = [0.0]
+    clock = types.SimpleNamespace(perf_counter=lambda: time_now[0])
     monkeypatch.setattr("clusterddp.training.paces.time", clock)
+    return time_now
+
+
+def test_the_whole_body_of_the_loop_is_training_and_the_code_between_epochs_is_not(
+    tmp_path: Path, now: list[float]
+) -> None:
     loop = Loop(directory=tmp_path, model=nn.Linear(1, 1))
     for _ in loop.epochs(2):
         for _ in loop.batches(range(3)):
@@ -640,11 +646,8 @@ def test_the_whole_body_of_the_loop_is_training_and_the_code_between_epochs_is_n
 
 
 def test_neither_an_evaluation_nor_the_rest_of_an_epoch_that_is_left_is_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, now: list[float]
 ) -> None:
-    now = [0.0]
-    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr("clusterddp.training.paces.time", clock)
     loop = Loop(directory=tmp_path, model=nn.Linear(1, 1), save_every="1epoch")
     for _ in loop.epochs(2):
         for number in loop.batches(range(5)):

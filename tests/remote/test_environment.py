@@ -63,7 +63,7 @@ def test_nothing_is_left_of_one_that_cannot_be_made(host: Host) -> None:
     assert [*(host.there / "envs").glob("*")] == before
 
 
-@pytest.mark.parametrize("line", ["-e .", ".", "./lib", "own @ file:///work/own", ".[extra]"])
+@pytest.mark.parametrize("line", ["-e .", ".", "./lib", "own @ file:///srv/own", ".[extra]"])
 def test_a_directory_of_code_is_not_installed(host: Host, line: str) -> None:
     (host.work / "requirements.txt").write_text(f"torch\n{line}\n")
     answer = host.run("env", "create")
