@@ -664,6 +664,26 @@ def test_neither_an_evaluation_nor_the_rest_of_an_epoch_that_is_left_is_training
     loop.close()
 
 
+def test_batches_of_unknown_number_are_read_within_the_training_and_without_agreement(
+    tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(directory=tmp_path, model=nn.Linear(1, 1), save_every="1000steps")
+
+    def stream() -> Iterator[int]:
+        with monkeypatch.context() as patch:
+            patch.delattr("clusterddp.distributed.agreement.gather")  # no step needs it
+            for number in range(4):
+                now[0] += 10.0
+                yield number
+
+    for _ in loop.epochs(1):
+        for _ in loop.batches(stream()):
+            now[0] += 1.0
+            loop.step()
+    assert loop._timer.clock.elapsed == 44.0 and loop._timer.loading.elapsed == 40.0
+    loop.close()
+
+
 def test_stacks_are_those_of_a_run_that_was_submitted(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "own")
     loop = Loop(directory=run.path, model=nn.Linear(1, 1))

@@ -234,7 +234,7 @@ class Resumable:
         self._mark(Phase.USER_CODE)
         if self.steps == self._count_of_steps:  # the script may leave its loop by `break`
             self.finish()
-        elif not (self._has_batches and self._is_last_batch()):
+        elif not self._has_batches or self._position.step_in_epoch != self._batches:
             self._timer.clock.start()  # what follows in the loop's body is part of the next step
 
     def _end_epoch(self) -> None:

@@ -114,22 +114,29 @@ def test_a_node_that_is_slow_with_all_its_ranks_is_left_out_of_the_next_start(
     assert next_one.returncode == 0, next_one.stderr
 
 
-# Ten minutes are a second here, and every batch after the 100th is read slowly.
+# Ten minutes are a second here, the ranks exchange their paces often, and every batch after the
+# 100th is read slowly. Only the reading takes time by this clock: a busy machine changes nothing.
 BECOMES_SLOW = """
 import time, torch
 import torch.distributed as dist
+from clusterddp.distributed import agreement
 from clusterddp.loop import Loop
 from clusterddp.training.paces import Slowdown
 
-Slowdown.PATIENCE = 1.0
+agreement.POLL_SECONDS, Slowdown.PATIENCE = 0.1, 1.0
+clock = 0.0
+time.perf_counter = lambda: clock
 dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
 ddp = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
 def batches():
+    global clock
     for step in range(200):
-        time.sleep(0.01 if step < 100 else 0.1)
+        took = 0.01 if step < 100 else 0.1
+        time.sleep(took)
+        clock += took
         yield torch.ones(2, 4)
 
 loop = Loop(model=ddp, optimizer=optimizer, save_every="1000steps")
