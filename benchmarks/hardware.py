@@ -26,6 +26,12 @@ def named(cpuinfo: Path = _CPUINFO) -> str:
     return f"{os.cpu_count()} CPUs ({name}{f': {kinds}' if kinds else ''}), {memory:.0f} GiB"
 
 
+def precisions(cpuinfo: Path = _CPUINFO) -> tuple[str, ...]:
+    """fp32, and bf16 unless oneDNN has no kernel of it for this CPU: five times as slow as fp32."""
+    flags = set(_of_cpuinfo(cpuinfo.read_text(), "flags").split()) if cpuinfo.exists() else set()
+    return ("fp32", "bf16") if not flags or flags & set(_KINDS[:3]) else ("fp32",)
+
+
 def _of_cpuinfo(text: str, label: str) -> str:
     """What the first processor has under a label; empty where it has none (proc_cpuinfo(5))."""
     rows = (line.partition(":") for line in text.splitlines())

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.contenders.serving import Request
+from benchmarks.hardware import precisions
 from benchmarks.pairs import Row, note
 from benchmarks.step import _images
 from benchmarks.turns import Contender, measured
@@ -61,7 +62,7 @@ def measure() -> list[Row]:
         folder = Path(name)
         root = _images(folder)
         rows: list[Row] = []
-        for precision in ("fp32", "bf16"):
+        for precision in precisions():
             trainings = [
                 Contender(
                     f"{ranks}", "ours", Request(root, precision, "cpu", _STEPS, _BATCH), ranks

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.contenders.serving import Request
+from benchmarks.hardware import precisions
 from benchmarks.pairs import Row, note
 from benchmarks.turns import Contender, interpreters, measured
 
@@ -31,6 +32,8 @@ def measure() -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         root = _images(folder)
+        if "bf16" not in precisions():
+            note("step: bf16 not measured: this CPU has neither AVX-512 nor AMX")
         rows = _two_ranks(root, folder) + _one_rank(root, folder, "cpu")
         if _has_gpu():
             rows += _one_rank(root, folder, "cuda")
@@ -43,8 +46,8 @@ def _two_ranks(root: str, folder: Path) -> list[Row]:
     peers, missing = interpreters(_PEERS)
     for line in missing:
         note(f"step: {line}")
-    by = {}
-    for precision in ("fp32", "bf16"):
+    by, each_one = {}, precisions()
+    for precision in each_one:
         for module in ("article", *peers, "tensors", "ours", "bound", "bound_exchanged"):
             by[module, precision] = _contender(module, root, precision, 2, "cpu")
             if module in peers:
@@ -52,16 +55,18 @@ def _two_ranks(root: str, folder: Path) -> list[Row]:
     _note_exchange(folder)
     with measured(list(by.values()), _ROUNDS, folder / "two.log"):
         others = ["article", *peers]
+        pairs = (("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16"))
+        versus = [(own, its) for own, its in pairs if own in each_one]
         return [
-            *(_row(by["ours", "bf16"], by[other, "fp32"]) for other in others),
-            *(_row(by["ours", "fp32"], by[other, "fp32"]) for other in others),
-            *(_row(by["ours", "bf16"], by[other, "bf16"]) for other in others),
-            *(_row(by["ours", each], by["tensors", each]) for each in ("fp32", "bf16")),
-            *(_row(by["ours", each], by["bound", each]) for each in ("fp32", "bf16")),
-            *(_row(by["ours", each], by["bound_exchanged", each]) for each in ("fp32", "bf16")),
+            *(_row(by["ours", own], by[other, its]) for own, its in versus for other in others),
+            *(
+                _row(by["ours", each], by[other, each])
+                for other in ("tensors", "bound", "bound_exchanged")
+                for each in each_one
+            ),
             *(
                 _row(by["bound_exchanged", each], by["bound", each], "a bare all-reduce per step")
-                for each in ("fp32", "bf16")
+                for each in each_one
             ),
         ]
 
@@ -79,13 +84,14 @@ def _note_exchange(folder: Path) -> None:
 
 
 def _one_rank(root: str, folder: Path, device: str) -> list[Row]:
+    each_one = precisions() if device == "cpu" else ("fp32", "bf16")
     by = {
         (module, precision): _contender(module, root, precision, 1, device)
-        for precision in ("fp32", "bf16")
+        for precision in each_one
         for module in ("ours", "bound", *(["article"] if device == "cuda" else []))
     }
     with measured(list(by.values()), _ROUNDS, folder / f"{device}.log"):
-        rows = [_row(by["ours", each], by["bound", each]) for each in ("fp32", "bf16")]
+        rows = [_row(by["ours", each], by["bound", each]) for each in each_one]
         if device == "cuda":
             rows.append(_row(by["ours", "bf16"], by["article", "fp32"]))
         return rows

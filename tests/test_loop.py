@@ -631,17 +631,26 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return time_now
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
 def test_the_whole_body_of_the_loop_is_training_and_the_code_between_epochs_is_not(
-    tmp_path: Path, now: list[float]
+    tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
-    loop = Loop(directory=tmp_path, model=nn.Linear(1, 1))
+    def stream() -> Iterator[int]:
+        for number in range(3):
+            now[0] += 10.0
+            yield number
+
+    loop = Loop(directory=tmp_path, model=nn.Linear(1, 1), save_every="1000steps")
     for _ in loop.epochs(2):
-        for _ in loop.batches(range(3)):
-            now[0] += 1.0
-            loop.step()
-            now[0] += 2.0
+        with monkeypatch.context() as patch:
+            for _ in loop.batches(stream() if is_stream else range(3)):
+                patch.delattr("clusterddp.distributed.agreement.gather", raising=False)  # no step's
+                now[0] += 1.0
+                loop.step()
+                now[0] += 2.0
         now[0] += 100.0
-    assert loop._timer.clock.elapsed == loop._position.seconds == 7.0 + 7.0
+    assert loop._timer.clock.elapsed == (39.0 + 39.0 if is_stream else 7.0 + 7.0)
+    assert loop._position.seconds == (39.0 + 37.0 if is_stream else 7.0 + 7.0)
     loop.close()
 
 
@@ -661,26 +670,6 @@ def test_neither_an_evaluation_nor_the_rest_of_an_epoch_that_is_left_is_training
             now[0] += 2.0
         now[0] += 100.0
     assert loop._timer.clock.elapsed == loop._position.seconds == 7.0 + 7.0
-    loop.close()
-
-
-def test_batches_of_unknown_number_are_read_within_the_training_and_without_agreement(
-    tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = Loop(directory=tmp_path, model=nn.Linear(1, 1), save_every="1000steps")
-
-    def stream() -> Iterator[int]:
-        with monkeypatch.context() as patch:
-            patch.delattr("clusterddp.distributed.agreement.gather")  # no step needs it
-            for number in range(4):
-                now[0] += 10.0
-                yield number
-
-    for _ in loop.epochs(1):
-        for _ in loop.batches(stream()):
-            now[0] += 1.0
-            loop.step()
-    assert loop._timer.clock.elapsed == 44.0 and loop._timer.loading.elapsed == 40.0
     loop.close()
 
 

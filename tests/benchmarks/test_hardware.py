@@ -22,6 +22,7 @@ def test_the_processor_is_named_with_what_it_computes_with(
     one = f"processor\t: 0\nmodel name\t: AMD EPYC  9R14 \nflags\t\t: {flags}\n\n"
     (tmp_path / "cpuinfo").write_text(one + one.replace("EPYC", "other"))
     assert f" CPUs (AMD EPYC 9R14: {kinds}), " in hardware.named(tmp_path / "cpuinfo")
+    assert ("bf16" in hardware.precisions(tmp_path / "cpuinfo")) == ("avx512f" in flags)
 
 
 def test_a_machine_without_cpuinfo_is_named_all_the_same(tmp_path: Path) -> None:
