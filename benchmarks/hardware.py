@@ -4,6 +4,7 @@ import os
 import platform
 from pathlib import Path
 
+NO_BF16 = "bf16 not measured: this CPU has neither AVX-512 nor AMX"
 _CPUINFO = Path("/proc/cpuinfo")
 # Of x86, as /proc/cpuinfo has them: by these oneDNN chooses its kernels.
 _KINDS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")

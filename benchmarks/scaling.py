@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.contenders.serving import Request
-from benchmarks.hardware import precisions
+from benchmarks.hardware import NO_BF16, precisions
 from benchmarks.pairs import Row, note
 from benchmarks.step import _images
 from benchmarks.turns import Contender, measured
@@ -58,6 +58,8 @@ def measure() -> list[Row]:
     cores = len(os.sched_getaffinity(0))
     worlds = [ranks for ranks in (1, 2, 4, 8) if ranks <= cores]
     note(f"scaling: measured on up to {worlds[-1]} ranks, because there are {cores} CPUs")
+    if "bf16" not in precisions():
+        note(f"scaling: {NO_BF16}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         root = _images(folder)

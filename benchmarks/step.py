@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.contenders.serving import Request
-from benchmarks.hardware import precisions
+from benchmarks.hardware import NO_BF16, precisions
 from benchmarks.pairs import Row, note
 from benchmarks.turns import Contender, interpreters, measured
 
@@ -33,7 +33,7 @@ def measure() -> list[Row]:
         folder = Path(name)
         root = _images(folder)
         if "bf16" not in precisions():
-            note("step: bf16 not measured: this CPU has neither AVX-512 nor AMX")
+            note(f"step: {NO_BF16}")
         rows = _two_ranks(root, folder) + _one_rank(root, folder, "cpu")
         if _has_gpu():
             rows += _one_rank(root, folder, "cuda")
