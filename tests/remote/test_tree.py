@@ -19,13 +19,14 @@ from clusterddp.remote import client, tree
 from clusterddp.submission import snapshot
 from tests.hostile import CARRIED
 from tests.remote.sshd import Host
+from tests.submission.test_snapshot import git
 
 
 @pytest.fixture
 def top(tmp_path: Path) -> Path:
     top = tmp_path / "here"
     top.mkdir()
-    subprocess.run(["git", "init", "-q", top], check=True)
+    git(top, "init", "-q")
     (top / "train.py").write_text("1")
     return top
 

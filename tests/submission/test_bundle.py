@@ -480,10 +480,10 @@ sys.addaudithook(hook)
     ids=["its own program", "a command's loop"],
 )
 def test_the_file_is_read_once_and_not_for_each_module(
-    carried: RunDir, bare: Path, code: str
+    carried: RunDir, bare: Path, tmp_path: Path, code: str
 ) -> None:
     code = f"OWN = {str(carried.bundle.resolve())!r}{_OPENED}{code}"
-    text = said(bare, "-c", code)
+    text = said(bare, "-c", code, folder=tmp_path)
     assert "rank" in text
     assert 0 < text.count("opened") <= 16  # zipimport: 60 and more
 

@@ -56,8 +56,6 @@ def tree(tmp_path: Path) -> Path:
 @pytest.fixture
 def repository(tree: Path) -> Path:
     """The same in git, committed, with a data directory that git ignores."""
-    if not shutil.which("git"):
-        pytest.skip("no git on this machine")
     write(tree, {".gitignore": "/data\n*.so\n", "data/images": "pixels"})
     git(tree, "init", "--quiet")
     commit(tree)
@@ -77,6 +75,8 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def git(folder: Path, *arguments: str) -> str:
+    if not shutil.which("git"):
+        pytest.skip("no git on this machine")
     return subprocess.run(
         ["git", *arguments], cwd=folder, check=True, capture_output=True, text=True
     ).stdout.strip()
@@ -180,8 +180,6 @@ def test_hostile_names_are_carried(tree: Path, target: Path, kind: str) -> None:
         write(tree, {f"ignored/{name}": "data", f"part ignored/{name}.so": "built"})
     write(tree, {"part ignored/x.py": "x"})
     if kind != "no git":
-        if not shutil.which("git"):
-            pytest.skip("no git on this machine")
         write(tree, {".gitignore": "ignored\n*.so\n"})
         git(tree, "init", "--quiet")
     if kind == "tracked":
@@ -270,8 +268,6 @@ def test_a_tree_that_a_repository_around_it_ignores_is_copied_whole(
 
 
 def test_a_repository_without_a_commit(tree: Path, target: Path) -> None:
-    if not shutil.which("git"):
-        pytest.skip("no git on this machine")
     git(tree, "init", "--quiet")
     assert take(tree, target).commit == ""
     assert below(target) == {"train.py", "package/model.py"}
@@ -381,8 +377,6 @@ def test_links_lead_where_they_led(tree: Path, tmp_path: Path, in_git: bool) -> 
         (tree / name).symlink_to(link)
     (tree / "dangling").symlink_to("no such file")
     if in_git:
-        if not shutil.which("git"):
-            pytest.skip("no git on this machine")
         git(tree, "init", "--quiet")
     target = tmp_path / "far/away/code"
     target.parent.mkdir(parents=True)
@@ -429,8 +423,6 @@ def test_pipes_and_sockets_are_left_out(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
         if in_git:
-            if not shutil.which("git"):
-                pytest.skip("no git on this machine")
             git(tree, "init", "--quiet")
         take(tree, target)
     assert below(target) == {"train.py", "package/model.py"}
@@ -541,8 +533,6 @@ def test_too_many_files_are_refused(
 ) -> None:
     write(tree, {f"images/train/{number}": "" for number in range(19)})
     if in_git:
-        if not shutil.which("git"):
-            pytest.skip("no git on this machine")
         git(tree, "init", "--quiet")
     monkeypatch.setattr(snapshots, "MAX_FILES", 20)
     with pytest.raises(RequestError) as refused:

@@ -599,7 +599,7 @@ def coded(workplace: Workplace) -> SweepDir:
     workplace.command("squeue", "")
     (workplace.folder / "train.py").write_text("print(1)\n")
     workplace.monkeypatch.setenv("PATH", f"{workplace.folder}/bin:/usr/bin:/bin")
-    argv = ["--run-name", "s", "--sweep", "n=0..2", "--", "python3", "train.py", "{n}"]
+    argv = ["--run-name", "s", "--sweep", "n=0..2", "--", sys.executable, "train.py", "{n}"]
     done = workplace.invoke("submit", *argv)
     assert done.code == 0, done.err
     sweep = SweepDir(workplace.root / "s")
