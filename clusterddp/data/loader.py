@@ -162,7 +162,7 @@ class Loader:
             # A single batch (DDP's warm-up has one) is not worth a process.
             num_workers=self._workers if len(cuts) > 1 else 0,
             pin_memory=self._device.type == "cuda",
-            worker_init_fn=_leave_signals_to_the_rank,
+            worker_init_fn=ignore_requests,
             # Else DataLoader draws from the rank's generator at every epoch.
             generator=torch.Generator().manual_seed(salt),
         )
@@ -193,11 +193,6 @@ class _SeededPerBatch(Dataset[tuple[Tensor, Tensor]]):
             _seed_host(int.from_bytes(digest[:8], "big"))
             at_once = getattr(self._dataset, "__getitems__", None)
             return list(at_once(indices) if at_once else map(self._dataset.__getitem__, indices))
-
-
-def _leave_signals_to_the_rank(_: int) -> None:
-    """Ignore requests to stop: the death of a worker would fail a rank that is about to save."""
-    ignore_requests()
 
 
 def seed_generators(number: int) -> None:

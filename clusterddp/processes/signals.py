@@ -74,13 +74,28 @@ class Relay:
         self._pass_on(number, earlier)
 
 
-def ignore_requests() -> None:
-    """Ignore termination signals in a helper that ends with the process it serves.
+def ignore_requests(_worker: int = 0) -> None:
+    """Ignore termination signals in a DataLoader's worker, except SIGTERM of its parent.
 
-    Slurm signals every process of a step.
+    Slurm signals every process of a step, and the death of a worker would fail a rank that is about
+    to save. A parent that exits ends its workers by SIGTERM and waits for them
+    (multiprocessing.util). Like torch's handler (DataLoader.cpp), a worker then exits with code 0,
+    because the parent reports any other code as a failure.
     """
+    if not hasattr(signal, "sigwaitinfo"):  # macOS: torch's handler stays
+        return
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    # A blocked signal is not discarded, even if it is ignored.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _exit_with(parent: int) -> None:
+    """Exit on SIGTERM of the parent."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def send(number: int, pids: Iterable[int]) -> None:

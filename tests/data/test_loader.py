@@ -1,9 +1,9 @@
 """Batches from memory and from DataLoader: the same images, in DistributedSampler's order."""
 
 import multiprocessing
-import os
 import random
-import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -166,11 +166,22 @@ def test_a_signal_to_every_process_of_the_step_leaves_the_reading_alone(
     next(batches), next(batches)  # one from each: both are at work
     workers = multiprocessing.active_children()
     assert len(workers) == 2
-    for worker in workers:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            assert worker.pid
-            os.kill(worker.pid, number)
+    for name in ("-TERM", "-INT", "-USR1"):
+        subprocess.run(["kill", name, *(str(worker.pid) for worker in workers)], check=True)
     assert len(list(batches)) == 8
+
+
+def test_a_process_that_fails_ends_its_workers() -> None:
+    """As in the terminal: the traceback keeps the batches, and multiprocessing sends SIGTERM."""
+    code = (
+        "import clusterddp.processes.signals as s, torch.utils.data as d\n"
+        "batches = iter(d.DataLoader(range(8), num_workers=2, worker_init_fn=s.ignore_requests))\n"
+        "next(batches); 1 / 0"
+    )
+    end = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert end.returncode == 1 and end.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
 class Noisy(list):  # type: ignore[type-arg]

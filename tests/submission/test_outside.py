@@ -15,7 +15,7 @@ from clusterddp.cli.main import cli
 from clusterddp.run.run_dir import RunDir
 from clusterddp.scripts.python_file import PythonFile
 from clusterddp.submission.outside import levels_up, upward_paths
-from tests.submission.test_snapshot import git_of_its_own, with_git, write  # noqa: F401 -- autouse
+from tests.submission.test_snapshot import git, git_of_its_own, write  # noqa: F401 -- autouse
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
 SITE = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
@@ -165,13 +165,12 @@ def test_a_script_that_is_typed_in_full_is_not_the_copy(tree: Path, submit: Say)
     assert f"COMMAND runs {tree}/train.py itself, not its copy" in said
 
 
-@with_git
 def test_a_folder_of_a_git_work_tree_finds_what_lies_beside_it(tmp_path: Path, tree: Path) -> None:
     folder = tree / "examples/mnist"
     write(tree, {"examples/common.py": "x", "data/images": "pixels", ".gitignore": "data/\n"})
     write(folder, {"train.sh": "cat ../../data/images; cd ..; cat common.py; echo y > written\n"})
     (folder / "MNIST/raw").mkdir(parents=True)  # no directory of code elsewhere
-    subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
+    git(tree, "init", "--quiet")
     done = rehearse("--", "sh", "train.sh", folder=folder)
     assert done.returncode == 0, done.stderr
     run = RunDir(folder / "jobs/a")
@@ -185,12 +184,11 @@ def test_a_folder_of_a_git_work_tree_finds_what_lies_beside_it(tmp_path: Path, t
     assert f"workdir     {run.path}/code/examples/mnist; relative output is there" in shown.stdout
 
 
-@with_git
 def test_a_work_tree_that_is_too_large_is_said_and_the_folder_alone_copied(
     tmp_path: Path, tree: Path, submit: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tree, {"examples/train.py": "pass", **{f"large/{n}": "x" * 900_000 for n in range(3)}})
-    subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
+    git(tree, "init", "--quiet")
     monkeypatch.chdir(tree / "examples")
     said = submit("python", "train.py", options=("--snapshot-limit=1",))
     assert f"only {tree}/examples is copied, not its whole git work tree {tree}" in said
@@ -199,12 +197,11 @@ def test_a_work_tree_that_is_too_large_is_said_and_the_folder_alone_copied(
     assert run.code_folder == run.code
 
 
-@with_git
 def test_the_trials_of_a_sweep_start_in_the_same_folder_of_the_work_tree(
     tmp_path: Path, tree: Path, submit: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tree, {"examples/train.py": "pass"})
-    subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
+    git(tree, "init", "--quiet")
     monkeypatch.chdir(tree / "examples")
     submit("python", "train.py", "{lr}", options=("--sweep=lr=1,2",))
     trial = RunDir(tmp_path / "jobs/a-1")
@@ -212,7 +209,7 @@ def test_the_trials_of_a_sweep_start_in_the_same_folder_of_the_work_tree(
     assert trial.code_folder == trial.code / "examples"
 
 
-@pytest.mark.parametrize("is_git", [False, pytest.param(True, marks=with_git)])
+@pytest.mark.parametrize("is_git", [False, True])
 def test_relative_paths_that_leave_the_copy_are_named(
     is_git: bool, tmp_path: Path, tree: Path, submit: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +217,7 @@ def test_relative_paths_that_leave_the_copy_are_named(
     write(tree, {"examples/train.py": text})
     monkeypatch.chdir(tree / "examples")
     if is_git:
-        subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
+        git(tree, "init", "--quiet")
     said = submit("python", "train.py", "--out=../o", "../../p")
     inside, outside = ["'../data/x' (train.py, line 3)", "../o of COMMAND"], [
         "'../../y' (train.py, line 4)",
@@ -244,12 +241,11 @@ def test_the_verdict_names_a_path_that_leads_nowhere_in_the_copy(tree: Path) -> 
     assert f"{said}, line 1) [CD0320]" in (tree / "jobs/a/logs/job.log").read_text()
 
 
-@with_git
 def test_outputs_that_are_links_to_a_persons_own_are_said_to_be_so(
     tmp_path: Path, tree: Path, submit: Say
 ) -> None:
     write(tree, {".gitignore": "outputs\ndata\n", "outputs/last.txt": "x", "data/x": "x"})
-    subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
+    git(tree, "init", "--quiet")
     said = submit("true")
     link = "outputs/ in the copy of your code: a link to "
     assert f"{link}{tree / 'outputs'}, because git ignores it" in said

@@ -24,7 +24,6 @@ NAMES = [
     *(name for name in CARRIED + REFUSED if name and "\0" not in name and "/" not in name), "-n",
     "'\"", os.fsdecode(b"latin-1 \xe9"), os.fsdecode(b"cut off \xe2\x98"),
 ]  # fmt: skip
-with_git = pytest.mark.skipif(not shutil.which("git"), reason="no git on this machine")
 
 
 @pytest.fixture(autouse=True)
@@ -646,7 +645,6 @@ def test_a_target_without_a_parent_and_a_tree_that_is_none_are_refused(
     assert fingerprint(tmp_path / "gone") is None
 
 
-@with_git
 def test_a_git_that_does_not_answer_is_not_waited_for(
     tree: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -727,7 +725,6 @@ def test_a_file_that_the_run_has_changed_is_kept_or_asked_about(tree: Path, tmp_
         again(tree, copy, record)
 
 
-@with_git
 def test_nothing_is_written_through_a_link_into_the_tree(repository: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     record = take(repository, copy)

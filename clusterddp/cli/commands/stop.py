@@ -31,11 +31,10 @@ def command(run: tuple[str, ...], wait: bool, runs_dir: Path, as_json: bool) -> 
     Exit codes: 0 all are asked, or had ended (with --wait: and none failed); 1 one could not be
     asked, or failed; 2 one does not exist; 130 interrupted.
     """
-    waiting = _wait if wait else None
-    return act_on_each(runs_dir, run, stop, _describe, as_json=as_json, wait=waiting)
+    return act_on_each(runs_dir, run, stop, _message, as_json=as_json, wait=_wait if wait else None)
 
 
-def _describe(result: StopResult) -> str:
+def _message(result: StopResult) -> str:
     again = f"\n  resume with: {result.next_command}" if result.next_command else ""
     return f"{result.message}{again}"
 
