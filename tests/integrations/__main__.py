@@ -22,7 +22,7 @@ SETS = {
     "newest": "",  # this environment's
     "2025-11": "lightning==2.5.6 pytorch-lightning==2.5.6 accelerate==1.12.0 transformers==4.57.3 "
     "tokenizers==0.22.1 huggingface-hub==0.36.0",
-    "oldest": "lightning==2.4.0 pytorch-lightning==2.4.0 accelerate==1.3.0 transformers==5.0.0 "
+    "oldest": "lightning==2.4.0 pytorch-lightning==2.4.0 accelerate==1.9.0 transformers==5.0.0 "
     "tokenizers==0.22.1 huggingface-hub==1.3.0 httpx==0.28.1 httpcore==1.0.9",
 }
 """Releases to install: none, those of a year ago, and the oldest that the pages name."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -118,6 +118,7 @@ def fit(
     val: Callable[[], Any] | None = None,
     model: Callable[[], Any] = model_of,
     callbacks: Callable[[], list[Any]] = list,
+    plugins: Sequence[Callable[[], Any]] = (),
     package: str = PACKAGE,
     fits: Callable[[Any, Any, Any], None] | None = None,
     save_every: str = "10m",
@@ -140,7 +141,7 @@ def fit(
             }  # fmt: skip
             trainer = pl.Trainer(
                 accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
-                log_every_n_steps=1, default_root_dir=directory,
+                log_every_n_steps=1, default_root_dir=directory, plugins=[p() for p in plugins],
                 callbacks=[*callbacks(), stopper(package, at)], **given,
             )  # fmt: skip
             resume(trainer, directory=str(directory / "run"), save_every=save_every)

@@ -235,7 +235,7 @@ LONGER: dict[str, tuple[Case, list[tuple[int, ...]]]] = {
     "time limit of Lightning's": ({"max_time": {"hours": 1}}, [(8,)]),
     "written by a thread": (
         {
-            "plugins": [AsyncCheckpointIO()],
+            "plugins": [AsyncCheckpointIO],
             "save_every": "2steps",
             "callbacks": lambda: [ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)],
         },
@@ -428,7 +428,7 @@ def test_a_full_disk_does_not_end_the_training_and_the_next_save_retries(
     disk = Disk(2)
     case: Case = {"save_every": "4steps", "enable_checkpointing": False}
     weights, _, _ = fit(tmp_path / "whole")
-    found, _, _ = fit(tmp_path / "full", stops=(9,), plugins=[disk.plugin()], **case)
+    found, _, _ = fit(tmp_path / "full", stops=(9,), plugins=[disk.plugin], **case)
     assert same(weights, found)
     assert "No space left on device" in capsys.readouterr().err
     final = attempts(RunDir(tmp_path / "full/run"))[0].read_final_record()

@@ -15,11 +15,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import (  # noqa: E402
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from clusterddp.distributed import agreement  # noqa: E402
 from clusterddp.distributed.agreement import Poll  # noqa: E402
