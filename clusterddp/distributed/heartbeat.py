@@ -241,16 +241,18 @@ class Exchange:
             self.thread.join(_STOP_SECONDS)
 
     def _run(self) -> None:
+        store = None
         try:
             store = self._open()
-            while store and not self._stopping.is_set():
+            while store and not self._stopping.wait(self.rounds and self._beat):
                 self._round(store)
-                self._stopping.wait(self._beat)
             if store:
                 self._post(store, left=True)
-                store.close()
         except Exception as error:  # training continues without the watchdog
             self.failure = _reason(error)
+            self._stopping.wait()  # the node's other watchdogs still get its answers
+        if store:  # a thread of it that calls rank 0 while Python exits would end it by SIGABRT
+            store.close()
 
     def _open(self) -> SharedStore | None:
         while not self._stopping.is_set():
@@ -272,8 +274,7 @@ class Exchange:
         self.rounds += 1
 
     def _post(self, store: SharedStore, left: bool) -> None:
-        heartbeat = self._heartbeat(self.rounds, left)
-        store.set(f"progress/{self._rank}", heartbeat.to_json())
+        store.set(f"progress/{self._rank}", self._heartbeat(self.rounds, left).to_json())
 
     def _read(self, store: SharedStore, ranks: range) -> Snapshot:
         # Reading a missing key would wait for it.

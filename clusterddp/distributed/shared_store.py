@@ -135,8 +135,7 @@ class SharedStore:
                     others[-1].send_bytes(b"connected")
             if self._pending and time.monotonic() >= due:
                 try:
-                    store: Any = self._direct  # multi_set is public, and unlisted
-                    store.multi_set(list(self._pending), list(self._pending.values()))
+                    self._direct.multi_set(list(self._pending), list(self._pending.values()))
                 except RuntimeError as failed:  # rank 0 is gone; the next answers say why
                     error = str(failed)
                 self._pending.clear()
@@ -165,6 +164,6 @@ class SharedStore:
         return True
 
     @property
-    def _direct(self) -> "Store":
+    def _direct(self) -> Any:  # multi_set is public, and unlisted
         assert self._store, "the first watchdog is connected to rank 0"
         return self._store

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
+from clusterddp.distributed.heartbeat import Exchange
 from clusterddp.distributed.shared_store import SharedStore
+from tests.distributed.test_heartbeat import DATA, beat
 from tests.waiting import PATIENCE, wait_for
 
 BEAT, LONG_BEAT = 0.2, 4.0
@@ -143,6 +145,16 @@ def test_when_rank_0_is_gone_all_learn_why(rank_0: Rank0, name: str) -> None:
     wait_for(lambda: rank_0.calls == 2, "the attempt to send it")
     with pytest.raises(RuntimeError, match="reset by peer"):
         second.set("a", "2")
+
+
+def test_who_leaves_after_rank_0_leaves_no_thread_in_a_call(rank_0: Rank0, name: str) -> None:
+    store = SharedStore(name, rank_0.connect, PATIENCE, LONG_BEAT)
+    exchange = Exchange(lambda: store, 0, LONG_BEAT, lambda _number, left: beat(1, DATA, left=left))
+    rank_0.gone = True
+    exchange.thread.start()
+    exchange.stop()
+    assert "reset by peer" in exchange.failure
+    assert store._thread and not store._thread.is_alive()
 
 
 def test_a_process_whose_first_one_is_killed_takes_its_place(

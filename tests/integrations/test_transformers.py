@@ -178,19 +178,11 @@ def assert_equal(interrupted: Any, whole: Any) -> None:
         pytest.param([14, 15], {}, id="twice in a row"),
         pytest.param([11], {}, id="last batch"),
         pytest.param([33], {}, id="last step", marks=pytest.mark.release),
-        pytest.param(
-            [2, 8],
-            {"gradient_accumulation_steps": 2},
-            id="accumulation of 2",
-            marks=pytest.mark.release,
-        ),
+        pytest.param([2, 8], {"gradient_accumulation_steps": 2}, id="accumulation of 2",
+                     marks=pytest.mark.release),
         pytest.param([6], {"gradient_accumulation_steps": 2}, id="last, of one batch"),
-        pytest.param(
-            [3, 5, 7],
-            {"gradient_accumulation_steps": 3},
-            id="accumulation of 3",
-            marks=pytest.mark.release,
-        ),
+        pytest.param([3, 5, 7], {"gradient_accumulation_steps": 3}, id="accumulation of 3",
+                     marks=pytest.mark.release),
         pytest.param(
             [7],
             {"gradient_accumulation_steps": 3, "dataloader_num_workers": 2},
@@ -200,9 +192,8 @@ def assert_equal(interrupted: Any, whole: Any) -> None:
         pytest.param([15], {"max_steps": 27}, id="steps"),
         pytest.param([27], {"max_steps": 27}, id="its last step, within an epoch"),
         pytest.param([8], {"eval_strategy": "steps", "eval_steps": 4}, id="at an evaluation"),
-        pytest.param(
-            [11, 14], {"eval_strategy": "epoch", "save_strategy": "epoch"}, id="epochs evaluated"
-        ),
+        pytest.param([11, 14], {"eval_strategy": "epoch", "save_strategy": "epoch"},
+                     id="epochs evaluated"),
         pytest.param(
             [10, 20],
             {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 2},
