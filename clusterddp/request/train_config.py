@@ -212,10 +212,7 @@ class TrainConfig(Record):
     find_batch_size: bool = option(False, "Time batch sizes and exit without training.")
     allow_config_change: bool = option(False, "Resume despite a changed configuration.")
     rendezvous_timeout: float | None = option(
-        None,
-        "Time to wait for all ranks.",
-        DURATION,
-        shown="5m, and 0.5s per further node",
+        None, "Time to wait for all ranks.", DURATION, shown="5m, and 0.5s per further node"
     )
     process_group_timeout: float = option(600, "Timeout of collectives.", DURATION)
     straggler_window: float = option(

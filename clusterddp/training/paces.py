@@ -25,15 +25,7 @@ from clusterddp.formatting import duration
 from clusterddp.ranks.variables import VISIBLE_GPUS
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import read_outcome
-from clusterddp.run.records import (
-    SLOW,
-    RankReport,
-    SlowRank,
-    SlowRanks,
-    SlowRun,
-    SlowRuns,
-    Spent,
-)
+from clusterddp.run.records import SLOW, RankReport, SlowRank, SlowRanks, SlowRun, SlowRuns, Spent
 from clusterddp.training.device import peak_bytes
 
 _MIN_STEPS = 50

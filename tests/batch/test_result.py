@@ -1005,9 +1005,7 @@ def test_an_interrupted_command_without_a_loop_is_told_what_is_lost_and_what_to_
     assert "resume with" not in got.out  # it starts from its own last checkpoint, if any
 
 
-def test_nothing_is_lost_where_the_command_asked_for_a_restart_itself(
-    workplace: Workplace,
-) -> None:
+def test_nothing_is_lost_where_the_command_asked_for_a_restart_itself(workplace: Workplace) -> None:
     run = command_run(workplace)
     slurm_says(workplace, "JobState=PREEMPTED")
     (workplace.folder / "train.py").write_text(FIT)

@@ -72,7 +72,7 @@ def test_the_parts_that_are_named_are_measured(
                 ("data", {"a loader, 2 workers", "accurate's step, affine"}),
                 ("memory", {"memory allocated, captured"}),
             )
-        ),
+        )
     ],
 )
 def test_each_part_measures_what_it_names(

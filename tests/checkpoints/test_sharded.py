@@ -210,8 +210,7 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_no_checkpoint_and_no_rank(
     readers = [CONTEXT.Pipe(duplex=False) for _ in range(2)]
     processes = [
         CONTEXT.Process(
-            target=ranks._rank,
-            args=(writer, str(store), rank_is_killed, (rank, 2, folder, killed)),
+            target=ranks._rank, args=(writer, str(store), rank_is_killed, (rank, 2, folder, killed))
         )
         for rank, (_, writer) in enumerate(readers)
     ]

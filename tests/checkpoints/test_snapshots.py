@@ -284,9 +284,7 @@ def test_another_node_has_the_whole_newer_one(attempt: Attempt) -> None:
     assert [catalog.step_of(path) for path in catalog.files(attempt.checkpoints)] == [3]
 
 
-def test_a_task_that_cannot_reach_the_others_says_so_unless_one_has_saved(
-    attempt: Attempt,
-) -> None:
+def test_a_task_that_cannot_reach_the_others_says_so_unless_one_has_saved(attempt: Attempt) -> None:
     addresses = [Address.create() for _ in range(2)]
     run_ranks(2, take_as_rank, [*map(str, addresses)], attempt.path, ["h1", "h1"], -1)
     for half in addresses[0].halves:

@@ -32,10 +32,7 @@ from clusterddp.training import stop
 from tests.integrations.lightning_fits import Samples, fit, loader_of, model_of, process, same
 from tests.training.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 release = pytest.mark.release
 Case = dict[str, Any]
 VAL = {"val": loader_of(shuffle=False)}
@@ -77,10 +74,7 @@ def several_loaders(mode: str) -> Case:
 def plateau(self: Any) -> Any:
     optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.3)
-    return {
-        "optimizer": optimizer,
-        "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
-    }
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
 
 def one_cycle(self: Any) -> Any:

@@ -66,8 +66,7 @@ def first_gpu() -> str:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("shown", "device"),
-    [("", "cpu"), ("0", "cuda:0"), ("UUID", "cuda:0"), ("0,0", "sees none")],
+    ("shown", "device"), [("", "cpu"), ("0", "cuda:0"), ("UUID", "cuda:0"), ("0,0", "sees none")]
 )
 def test_a_rank_computes_on_what_cuda_is_told_to_show(
     shown: str, device: str, debug: Debug, tmp_path: Path

@@ -73,10 +73,7 @@ def weights(run: Path, world_size: int = 4) -> str:
 @pytest.mark.timeout(600)  # five trainings in a row
 @pytest.mark.parametrize(
     ("tasks_per_node", "bucket_cap_mb"),
-    [
-        pytest.param(1, "25", id="one bucket"),
-        pytest.param(2, "0.01", id="several buckets"),
-    ],
+    [pytest.param(1, "25", id="one bucket"), pytest.param(2, "0.01", id="several buckets")],
 )
 def test_one_request_trains_to_the_same_weights_under_every_launcher(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, tasks_per_node: int,

@@ -589,6 +589,23 @@ def test_arming_hides_no_sitecustomize_and_leaves_no_folder_on_the_path(
         assert module == own
 
 
+ENDS = """if True:
+    import os, torch, torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    core, others = {min(os.sched_getaffinity(0))}, set(os.listdir("/proc/self/task"))
+    groups = [dist.new_group([0]) for _ in range(40)]
+    for thread in {"0"} | (set(os.listdir("/proc/self/task")) - others):  # 0: this one
+        os.sched_setaffinity(int(thread), core)
+        os.setpriority(os.PRIO_PROCESS, int(thread), 19 * (thread != "0"))
+    [dist.all_reduce(torch.ones(1), group=group) for group in groups]
+"""
+
+
+def test_an_armed_program_outlives_what_its_gloo_threads_hold() -> None:
+    for _ in range(3):  # without the wait nearly all end by SIGABRT
+        subprocess.run([sys.executable, "-c", ENDS], env={**os.environ, **ARMED}, check=True)
+
+
 def test_a_program_that_ends_meanwhile_is_told_of(start: Start) -> None:
     program = start(PYTHON, ARMED)
     process = table.read_process(program.pid)

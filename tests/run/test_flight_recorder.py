@@ -60,9 +60,7 @@ def test_the_earliest_open_call_of_each_group_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_a_group_whose_ring_of_calls_is_empty_is_known_by_its_configuration(
-    tmp_path: Path,
-) -> None:
+def test_a_group_whose_ring_of_calls_is_empty_is_known_by_its_configuration(tmp_path: Path) -> None:
     assert read_dump(dump(tmp_path / "d")) == (Collective("0 (default_pg)", 4),)
 
 

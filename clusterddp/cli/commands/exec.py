@@ -13,12 +13,7 @@ import click
 
 from clusterddp.errors import DistEnvError, coded
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import (
-    JOB_ID,
-    format_value,
-    own_gloo_interfaces,
-    own_mig_device,
-)
+from clusterddp.ranks.variables import JOB_ID, format_value, own_gloo_interfaces, own_mig_device
 from clusterddp.slurm.forms import ARM_VARIABLE, ATTEMPT_VARIABLE, CODE_VARIABLE
 from clusterddp.version import armed_path
 from clusterddp.worker.command import become, run_command

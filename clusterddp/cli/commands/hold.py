@@ -38,12 +38,7 @@ _ROWS = [
 @JSON_OPTION
 @click.pass_context
 def command(
-    ctx: click.Context,
-    /,
-    run_name: str | None,
-    idle: float,
-    as_json: bool,
-    **_values: object,
+    ctx: click.Context, /, run_name: str | None, idle: float, as_json: bool, **_values: object
 ) -> int:
     """Hold nodes, so that 'clusterddp submit --in HOLD' starts runs there at once.
 

@@ -1,22 +1,23 @@
-"""Startup hook of a COMMAND's Python: imports from the copy of the code, and the stack handler.
+"""Hook of a COMMAND's Python: imports from the copy of the code, the stack handler, the exit.
 
 The directory of this file is first on a COMMAND's PYTHONPATH. The hook redirects entries of the
 import path (an editable installation, PYTHONPATH) to the run's copy of the code, and installs the
 handler of `clusterddp.processes.stacks` unless --no-stacks is given. Then it runs the
-sitecustomize that it hides, and removes its directory from sys.path.
+sitecustomize that it hides, and removes its directory from sys.path. At the end of the program it
+waits for the threads of torch's gloo backend.
 Any Python may run it, even 2.7: it imports only built-in modules, and its failures are ignored. If
 the program handles the signal itself, the stack handler is removed.
 """
 # No annotations: Python 2.7 may read it.
 # mypy: ignore-errors
 
+import os
 import sys
 
 
 def _arm():
     import _signal  # built in; `signal` itself would import more
     import faulthandler
-    import os
 
     urgent = _signal.SIGURG
     if _signal.getsignal(urgent) is not _signal.SIG_DFL:  # already in use
@@ -53,8 +54,6 @@ def _arm():
 
 
 def _import_the_copy():
-    import os
-
     copy, tree = os.environ.get("CLUSTERDDP_RUN_CODE"), os.environ.get("CLUSTERDDP_RUN_CODE_OF")
     if not copy or not tree:
         return
@@ -83,9 +82,38 @@ def _import_the_copy():
             table[name] = [turned(path) for path in value] if many else turned(value)
 
 
-try:
-    import os
+def _await_gloo():
+    """Wait until gloo's threads are idle, for at most two seconds.
 
+    After a collective such a thread still has to release its objects, for which it takes Python's
+    lock. That ends a thread of an interpreter that exits, and here the process, by SIGABRT
+    (pytorch/pytorch issue 190489). Before torch 2.11 the threads have the main thread's name.
+    """
+    import time
+
+    if "torch.distributed" not in sys.modules:
+        return
+    tasks, idle, deadline = "/proc/self/task/", 0, time.monotonic() + 2.0
+    while idle < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)  # without Python's lock, for a thread that waits for it
+        states = {}
+        for task in os.listdir(tasks):  # noqa: PTH208
+            try:
+                with open(tasks + task + "/stat") as file:  # noqa: PTH123
+                    name, _, rest = file.read().partition(" (")[2].rpartition(") ")
+            except OSError:  # it has ended
+                continue
+            states[task] = name, rest[0]
+        names = "pt_gloo_runloop", states.pop(str(os.getpid()))[0]
+        is_busy = any(name in names and state != "S" for name, state in states.values())
+        idle = 0 if is_busy else idle + 1
+
+
+try:
+    import atexit
+
+    if sys.platform.startswith("linux"):
+        atexit.register(_await_gloo)  # the first one: it runs last
     if os.environ.get("CLUSTERDDP_RUN_STACKS") != "0":
         _arm()
 except Exception:  # another system, an older Python
