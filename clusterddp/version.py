@@ -1,5 +1,6 @@
 """Version of the package, and the file from which it runs."""
 
+import os
 import sys
 
 __version__ = "0.2.0"
@@ -10,8 +11,6 @@ def bundle_file() -> str:
 
     Works in the process of `python FILE …` and in its forks.
     """
-    import os.path
-
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if not main:
         return ""
@@ -25,8 +24,6 @@ def arming_folder() -> str:
 
     In a bundle, it is among the sources, which every Python version can import.
     """
-    import os.path
-
     package = f"{bundle_file()}/clusterddp" if bundle_file() else os.path.dirname(__file__)  # noqa: PTH120
     return f"{package}/processes/armed"
 

@@ -1202,7 +1202,8 @@ def rank_hangs(rank: int, world_size: int, path: Path) -> HungRanks | None:
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if rank == 0:
-        (path / "port").write_text(str(store.port))
+        (path / "new").write_text(str(store.port))
+        (path / "new").rename(path / "port")
     else:
         wait_for((path / "port").exists, "rank 0's store")
         store = dist.TCPStore("127.0.0.1", int((path / "port").read_text()))

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from clusterddp.data.mnist import PIXEL_MEAN, PIXEL_STD
 from clusterddp.errors import DataError
-from clusterddp.processes.signals import ignore_requests
+from clusterddp.processes.signals import end_workers_at_exit, ignore_requests
 
 # Images reordered at once: enough to be cheap, few compared with the set.
 _STRETCH = 8192
@@ -166,6 +166,7 @@ class Loader:
             # Else DataLoader draws from the rank's generator at every epoch.
             generator=torch.Generator().manual_seed(salt),
         )
+        end_workers_at_exit()
         for images, labels in loader:
             check_labels(labels, self._classes)  # on a GPU a wrong one breaks the CUDA context
             pixels = images.float() if images.is_floating_point() else images

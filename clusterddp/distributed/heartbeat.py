@@ -250,8 +250,8 @@ class Exchange:
                 self._post(store, left=True)
         except Exception as error:  # training continues without the watchdog
             self.failure = _reason(error)
-            self._stopping.wait()  # the node's other watchdogs still get its answers
-        if store:  # a thread of it that calls rank 0 while Python exits would end it by SIGABRT
+            self._stopping.wait()  # the store still answers the node's other watchdogs
+        if store:  # its thread, calling rank 0 during Python's exit, would end the process: SIGABRT
             store.close()
 
     def _open(self) -> SharedStore | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FrameType
 
 from clusterddp import polling
-from clusterddp.processes.table import children, read_process
+from clusterddp.processes.table import children, handles_signal, read_process
 
 try:
     import ctypes
@@ -20,6 +20,7 @@ except ImportError:  # a Python that was built without libffi
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STDERR = 2
+_STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", 0)  # real-time signals: not on macOS
 _BEAT = struct.Struct("d")
 
 
@@ -75,27 +76,33 @@ class Relay:
 
 
 def ignore_requests(_worker: int = 0) -> None:
-    """Ignore termination signals in a DataLoader's worker, except SIGTERM of its parent.
+    """Ignore termination signals in a DataLoader's worker, which `end_workers_at_exit` ends.
 
     Slurm signals every process of a step, and the death of a worker would fail a rank that is about
-    to save. A parent that exits ends its workers by SIGTERM and waits for them
-    (multiprocessing.util). Like torch's handler (DataLoader.cpp), a worker then exits with code 0,
-    because the parent reports any other code as a failure.
+    to save. Does nothing on macOS, which has no Slurm.
     """
-    if not hasattr(signal, "sigwaitinfo"):  # macOS: torch's handler stays
-        return
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    # A blocked signal is not discarded, even if it is ignored.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
+        if hasattr(signal, "SIGRTMIN"):
+            signal.signal(number, signal.SIG_IGN)
 
 
-def _exit_with(parent: int) -> None:
-    """Exit on SIGTERM of the parent."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
-    os._exit(0)
+def end_workers_at_exit() -> None:
+    """Kill the daemon processes of this one at its exit, unless they handle SIGTERM.
+
+    multiprocessing.util sends them SIGTERM and then waits, forever if they ignore it.
+    """
+    from multiprocessing import util
+
+    util.Finalize(None, _kill_daemons, exitpriority=0)  # before it sends SIGTERM
+
+
+def _kill_daemons() -> None:
+    import multiprocessing
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler fails for a killed worker
+    for child in multiprocessing.active_children():
+        if child.pid and child.daemon and not handles_signal(child.pid, signal.SIGTERM):
+            child.kill()
 
 
 def send(number: int, pids: Iterable[int]) -> None:
@@ -214,8 +221,8 @@ class GilWatch:
 
         limit: 0 for never. Does nothing on systems without real-time signals (Linux has them).
         """
-        if number := _stacks_signal():
-            faulthandler.register(number, file=_STDERR)
+        if _STACKS_SIGNAL:
+            faulthandler.register(_STACKS_SIGNAL, file=_STDERR)
             with contextlib.suppress(OSError):
                 os.write(self._writer, _BEAT.pack(limit))
 
@@ -237,9 +244,5 @@ class GilWatch:
             process = read_process(child)
             silent = 0.0 if process is None or process.state in "tT" else silent + 1.0
             if limit and silent >= limit:
-                send(_stacks_signal(), [child])
+                send(_STACKS_SIGNAL, [child])
                 limit = 0.0
-
-
-def _stacks_signal() -> int:
-    return getattr(signal, "SIGRTMIN", 0)

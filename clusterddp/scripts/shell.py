@@ -700,8 +700,7 @@ class _Reader:
             return self.arithmetic(quoted)
         if text.startswith(("$(", "<(", ">("), begin):
             self.at += 2
-            commands = self.substitution()
-            return self.unknown(begin, line, quoted, commands)
+            return self.unknown(begin, line, quoted, self.substitution())
         if text[begin] == "`":
             match = re.compile(r"`((?:[^`\\]|\\.)*)`?", re.DOTALL).match(text, begin)
             assert match is not None

@@ -369,8 +369,7 @@ def _judge_requeued(submission: Submission, job: JobState, now: float) -> tuple[
     if job.problem:
         return UNKNOWN, f"{again}; Slurm cannot be queried: {job.problem}"
     if job.state is State.UNKNOWN:
-        job_id = submission.job_id
-        return UNKNOWN, f"requeued, but Slurm no longer knows job {job_id}"
+        return UNKNOWN, f"requeued, but Slurm no longer knows job {submission.job_id}"
     if job.state is State.CANCELLED:
         return CANCELLED, "by scancel, before it started again"
     if job.state is State.RUNNING:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from clusterddp.errors import CheckpointError, TrainingError
-from clusterddp.processes.signals import ignore_requests
+from clusterddp.processes.signals import end_workers_at_exit, ignore_requests
 
 T = TypeVar("T")
 
@@ -427,6 +427,7 @@ def shield_workers(loader: Any) -> None:
     for each in (loader, *getattr(loader, "flattened", ())):
         if hasattr(each, "worker_init_fn") and not isinstance(each.worker_init_fn, _Shielded):
             each.worker_init_fn = _Shielded(each.worker_init_fn)
+            end_workers_at_exit()
 
 
 def count_samples(batch: object) -> int:

@@ -865,9 +865,7 @@ def test_what_a_commands_loop_has_saved_is_in_the_verdict(
     assert status["restart_reasons"] == ["time limit"]
 
 
-def test_a_commands_loop_that_gains_no_step_twice_is_not_started_again(
-    workplace: Workplace,
-) -> None:
+def test_a_command_loop_that_gains_no_step_twice_is_not_started_again(workplace: Workplace) -> None:
     run = command_run(workplace)
     for number, start in ((1, 7), (2, 7)):
         if number == 2:

@@ -24,6 +24,7 @@ from clusterddp.data.loader import (
 )
 from clusterddp.errors import DataError
 from tests.training.trainings import generator_states, numbers_drawn
+from tests.waiting import PATIENCE
 
 CPU = torch.device("cpu")
 
@@ -157,9 +158,7 @@ def test_reading_draws_no_number_of_the_ranks_own(synthetic_dir: Path) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_signal_to_every_process_of_the_step_leaves_the_reading_alone(
-    synthetic_dir: Path,
-) -> None:
+def test_a_signal_to_all_processes_of_the_step_leaves_reading_alone(synthetic_dir: Path) -> None:
     """As Slurm sends it: the rank is to save, and does not know how without its workers."""
     loaded = Loader(mnist.torchvision_set("synthetic", str(synthetic_dir), train=True), CPU, 2)
     batches = loaded.batches(torch.arange(200), 20)
@@ -171,16 +170,17 @@ def test_a_signal_to_every_process_of_the_step_leaves_the_reading_alone(
     assert len(list(batches)) == 8
 
 
-def test_a_process_that_fails_ends_its_workers() -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_process_that_fails_ends_its_workers(tmp_path: Path, method: str) -> None:
     """As in the terminal: the traceback keeps the batches, and multiprocessing sends SIGTERM."""
-    code = (
-        "import clusterddp.processes.signals as s, torch.utils.data as d\n"
-        "batches = iter(d.DataLoader(range(8), num_workers=2, worker_init_fn=s.ignore_requests))\n"
-        "next(batches); 1 / 0"
+    (tmp_path / "fails.py").write_text(
+        "import clusterddp.training.replay as r, torch.utils.data as d\n"
+        f"loader = d.DataLoader(range(8), num_workers=2, multiprocessing_context='{method}')\n"
+        "r.shield_workers(loader)\n"
+        "if __name__ == '__main__': batches = iter(loader); next(batches); 1 / 0"
     )
-    end = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, tmp_path / "fails.py"]
+    end = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert end.returncode == 1 and end.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 

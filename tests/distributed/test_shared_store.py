@@ -147,14 +147,16 @@ def test_when_rank_0_is_gone_all_learn_why(rank_0: Rank0, name: str) -> None:
         second.set("a", "2")
 
 
-def test_who_leaves_after_rank_0_leaves_no_thread_in_a_call(rank_0: Rank0, name: str) -> None:
+def test_a_rank_that_leaves_after_rank_0_leaves_no_thread_in_a_call(
+    rank_0: Rank0, name: str
+) -> None:
     store = SharedStore(name, rank_0.connect, PATIENCE, LONG_BEAT)
     exchange = Exchange(lambda: store, 0, LONG_BEAT, lambda _number, left: beat(1, DATA, left=left))
     rank_0.gone = True
     exchange.thread.start()
+    wait_for(lambda: "reset by peer" in exchange.failure, "its failure")
     exchange.stop()
     wait_for(lambda: not (store._thread and store._thread.is_alive()), "the end of its thread")
-    assert "reset by peer" in exchange.failure
 
 
 def test_a_process_whose_first_one_is_killed_takes_its_place(

@@ -91,22 +91,23 @@ def _await_gloo():
     """
     import time
 
-    if "torch.distributed" not in sys.modules:
-        return
-    tasks, idle, deadline = "/proc/self/task/", 0, time.monotonic() + 2.0
-    while idle < 3 and time.monotonic() < deadline:
-        time.sleep(0.001)  # without Python's lock, for a thread that waits for it
-        states = {}
-        for task in os.listdir(tasks):  # noqa: PTH208
-            try:
-                with open(tasks + task + "/stat") as file:  # noqa: PTH123
-                    name, _, rest = file.read().partition(" (")[2].rpartition(") ")
-            except OSError:  # it has ended
-                continue
-            states[task] = name, rest[0]
-        names = "pt_gloo_runloop", states.pop(str(os.getpid()))[0]
-        is_busy = any(name in names and state != "S" for name, state in states.values())
-        idle = 0 if is_busy else idle + 1
+    try:
+        version = [int(part) for part in sys.modules["torch"].__version__.split(".")[:2]]
+        main, idle, deadline = os.readlink("/proc/self"), 0, time.monotonic() + 2.0  # noqa: PTH115
+        with open("/proc/self/comm", "rb") as file:  # noqa: PTH123
+            gloo = b"pt_gloo_runloop" if version >= [2, 11] else file.read().strip()
+        while idle < 3 and time.monotonic() < deadline:
+            time.sleep(0.001)  # without Python's lock, for a thread that waits for it
+            idle += 1
+            for task in set(os.listdir("/proc/self/task")) - {main}:  # noqa: PTH208
+                try:
+                    with open("/proc/self/task/" + task + "/stat", "rb") as file:  # noqa: PTH123
+                        name, _, rest = file.read().partition(b" (")[2].rpartition(b") ")
+                except OSError:  # it has ended
+                    continue
+                idle = 0 if name == gloo and rest[:1] != b"S" else idle
+    except Exception:  # without torch, /proc or a free descriptor
+        pass
 
 
 try:

@@ -153,9 +153,7 @@ def test_a_run_that_could_go_on_is_left_alone_unless_named(
     assert not (run.path / "clusterddp-0.1.0-abcdef012345.pyz").exists()
 
 
-def test_the_only_copy_of_the_code_of_a_run_that_can_start_again_stays(
-    workplace: Workplace,
-) -> None:
+def test_the_only_copy_of_the_code_of_a_run_that_can_restart_stays(workplace: Workplace) -> None:
     run = workplace.run("one", submitted("1"), {"event": "cancelled", "job_id": "1"})
     with_code(run, mine="def build(): ...")
     assert "1 file of its copy of the code" in workplace.invoke("clean", "--dry-run").out

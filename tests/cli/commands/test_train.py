@@ -253,9 +253,7 @@ def test_of_two_starts_the_second_is_refused_and_one_that_was_overtaken_ends(
     assert not (tmp_path / "attempts/0001/end.json").exists()
 
 
-def test_a_port_in_use_is_one_clear_message(
-    start: Any, synthetic_dir: Path, tmp_path: Path
-) -> None:
+def test_a_port_in_use_is_a_clear_message(start: Any, synthetic_dir: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first = ranks(2, taken.getsockname()[1])[0]
         process = start(train_argv(synthetic_dir, tmp_path), first)
