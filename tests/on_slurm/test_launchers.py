@@ -290,7 +290,7 @@ def test_a_command_that_saved_is_started_again_unless_a_rank_failed(
 
 
 GONE = """
-import os, signal, sys, time
+import contextlib, os, signal, sys, time
 from pathlib import Path
 def note(rank):
     path = Path(f"{os.environ['SLURM_JOB_ID']}-{rank}")
@@ -301,8 +301,9 @@ def gone(rank):
     while not path.exists():
         time.sleep(0.02)
     stat = Path(f"/proc/{path.read_text()}/stat")
-    while stat.exists() and ") Z " not in stat.read_text():
-        time.sleep(0.02)
+    with contextlib.suppress(OSError):  # it has been reaped, perhaps between open and read
+        while ") Z " not in stat.read_text():
+            time.sleep(0.02)
 """
 
 
