@@ -81,9 +81,10 @@ def ignore_requests(_worker: int = 0) -> None:
     Slurm signals every process of a step, and the death of a worker would fail a rank that is about
     to save. Does nothing on macOS, which has no Slurm.
     """
+    if not hasattr(signal, "SIGRTMIN"):
+        return
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        if hasattr(signal, "SIGRTMIN"):
-            signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end_workers_at_exit() -> None:

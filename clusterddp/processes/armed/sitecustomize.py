@@ -87,7 +87,7 @@ def _await_gloo():
 
     After a collective such a thread still has to release its objects, for which it takes Python's
     lock. That ends a thread of an interpreter that exits, and here the process, by SIGABRT
-    (pytorch/pytorch issue 190489). Before torch 2.11 the threads have the main thread's name.
+    (pytorch/pytorch#190489). Before torch 2.11 the threads have the main thread's name.
     """
     import time
 
