@@ -502,8 +502,7 @@ def _tail(step: int, content: Content, files: Mapping[str, bytes], layout: _Layo
     for path, data in files.items():
         records.append(Record(path, False, sum(map(len, contents)), len(data), is_file=True))
         contents.append(data)
-    index = Index(step, time.time(), layout.size, tuple(records))
-    return node_memory.make_tail(index, contents)
+    return node_memory.make_tail(Index(step, time.time(), layout.size, tuple(records)), contents)
 
 
 class _Pickler(pickle.Pickler):

@@ -201,6 +201,5 @@ def _toml(value: object) -> str:
     if isinstance(value, str):  # TOML has JSON's escapes and requires one more
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Iterable):
-        items = [_toml(item) for item in value]
-        return f"[{', '.join(items)}]"
+        return f"[{', '.join(map(_toml, value))}]"
     return repr(value)

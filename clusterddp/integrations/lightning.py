@@ -352,8 +352,7 @@ def _wrap(
 
 def _state_of(metric: Any) -> dict[str, Any]:
     """Return the state of a torchmetrics.Metric; another metric in it is not part of it."""
-    names = [*metric._defaults, "_update_count"]
-    return {name: getattr(metric, name) for name in names}
+    return {name: getattr(metric, name) for name in [*metric._defaults, "_update_count"]}
 
 
 def _load(metric: Any, state: Mapping[str, Any] | None) -> None:

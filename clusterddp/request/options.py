@@ -559,8 +559,7 @@ def read_site(path: Path | None, cluster: str | None, known: Collection[str]) ->
         place = {key: given.pop(key) for key in _PLACE if key in given}
         values |= given
         sources |= dict.fromkeys(given, f"{path} [{section}]")
-    environment = sections.get("environment", {})
-    return Settings(path, values, sources, environment, tuple(clusters), place)
+    return Settings(path, values, sources, sections.get("environment", {}), tuple(clusters), place)
 
 
 def sbatch_directives(environ: Mapping[str, str]) -> dict[str, str | None]:

@@ -177,8 +177,7 @@ class RunDir:
     def resume_command(self) -> str:
         """Command that resumes the run; the script of an array task would start all of them."""
         if self.array_index:
-            script = shlex.quote(str(self.script.absolute()))
-            return f"sbatch --array={self.array_index} {script}"
+            return f"sbatch --array={self.array_index} {shlex.quote(str(self.script.absolute()))}"
         return f"clusterddp resume {self.cli_name}"
 
     @classmethod

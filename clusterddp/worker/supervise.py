@@ -435,8 +435,7 @@ class Traces:
         if self._log_start is None:
             return ""
         log = Path(f"/proc/self/fd/{self._log}")
-        tail = files.read_tail(log, _LOG_TAIL_BYTES, since=self._log_start)
-        return tail.decode(errors="replace")
+        return files.read_tail(log, _LOG_TAIL_BYTES, since=self._log_start).decode(errors="replace")
 
 
 def is_peer_loss(error: BaseException) -> bool:

@@ -251,9 +251,7 @@ def test_a_command_that_was_ended_for_its_silence_has_hung_however_its_ranks_end
 
 
 @pytest.mark.parametrize("code", [0, 143])
-def test_a_silence_for_which_no_rank_is_to_blame_names_none(
-    workplace: Workplace, code: int
-) -> None:
+def test_a_silence_no_rank_is_to_blame_for_names_none(workplace: Workplace, code: int) -> None:
     run = command_run(workplace)
     record(run, 0, 143, signal="SIGTERM")
     record(run, 1, 143, signal="SIGTERM")
@@ -754,9 +752,7 @@ def test_a_controller_that_is_away_is_waited_for(
     assert workplace.calls.count("scontrol requeue 17") == 2
 
 
-def test_a_rehearsal_is_only_told_what_a_cluster_would_do(
-    workplace: Workplace, run: RunDir
-) -> None:
+def test_a_rehearsal_is_only_told_what_clusters_would_do(workplace: Workplace, run: RunDir) -> None:
     workplace.monkeypatch.setenv(REHEARSAL_VARIABLE, "x")
     leave(run, **STOPPED)
     got = finish_attempt(workplace, run, 75, requeue=True)
@@ -1026,9 +1022,7 @@ def test_a_loop_that_was_killed_before_its_last_save_is_not_taken_for_none(
     assert "resume with: clusterddp resume own" in got.out
 
 
-def test_a_job_that_slurm_put_back_meanwhile_is_taken_out(
-    workplace: Workplace, run: RunDir
-) -> None:
+def test_a_job_slurm_put_back_meanwhile_is_taken_out(workplace: Workplace, run: RunDir) -> None:
     slurm_says(workplace, "JobState=PENDING")
     workplace.command("scancel", "exit 0")
     add_event(run, "stop_requested", job_id="17", attempt=1)

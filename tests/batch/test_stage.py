@@ -84,9 +84,7 @@ def test_of_jobs_that_start_together_one_packs(
     assert [each.name for each in archive.parent.iterdir()] == ["d.tar"]
 
 
-def test_the_claim_of_a_dead_job_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_jobs_claim_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = tmp_path / "d.tar"
     (tmp_path / ".d.tar.claim").touch()
     monkeypatch.setattr(polling, "PACKING_SECONDS", 0.0)

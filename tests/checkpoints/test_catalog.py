@@ -386,9 +386,7 @@ def test_the_list_of_a_sharded_checkpoint_is_one_of_sha256sums(run: RunDir) -> N
     assert (entry.problem, entry.bytes) == ("", path.stat().st_size + size)
 
 
-def test_shards_that_go_meanwhile_are_no_error(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_gone_meanwhile_are_no_error(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     first = attempt(run, 1)
     paths = [make_sharded(first.checkpoints, step) for step in (100, 200)]
 

@@ -1,6 +1,7 @@
 """Batches from memory and from DataLoader: the same images, in DistributedSampler's order."""
 
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from clusterddp.data.loader import (
     training_order,
 )
 from clusterddp.errors import DataError
+from clusterddp.version import arming_folder
 from tests.training.trainings import generator_states, numbers_drawn
 from tests.waiting import PATIENCE
 
@@ -171,17 +173,33 @@ def test_a_signal_to_all_processes_of_the_step_leaves_reading_alone(synthetic_di
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_process_that_fails_ends_its_workers(tmp_path: Path, method: str) -> None:
+def test_workers_outlive_slurms_signals_and_end_with_their_process(
+    tmp_path: Path, method: str
+) -> None:
     """As in the terminal: the traceback keeps the batches, and multiprocessing sends SIGTERM."""
     (tmp_path / "fails.py").write_text(
         "import clusterddp.training.replay as r, torch.utils.data as d\n"
-        f"loader = d.DataLoader(range(8), num_workers=2, multiprocessing_context='{method}')\n"
+        f"loader = d.DataLoader(range(80), num_workers=2, multiprocessing_context='{method}')\n"
         "r.shield_workers(loader)\n"
-        "if __name__ == '__main__': batches = iter(loader); next(batches); 1 / 0"
+        "if __name__ == '__main__':\n"
+        "    import multiprocessing as m, multiprocessing.forkserver as f, os, signal\n"
+        "    from multiprocessing.resource_tracker import _resource_tracker as t\n"
+        "    batches = iter(loader)\n"
+        "    next(batches), next(batches)  # one from each worker: both are at work\n"
+        "    workers = [worker.pid for worker in m.active_children()]\n"
+        "    for pid in filter(None, [f._forkserver._forkserver_pid, t._pid, *workers]):\n"
+        "        for number in ('SIGTERM', 'SIGHUP', 'SIGUSR1', 'SIGUSR2'):\n"
+        "            os.kill(pid, getattr(signal, number))\n"
+        "    print(len([next(batches) for _ in range(70)]), flush=True)\n"
+        "    1 / 0"
     )
-    command = [sys.executable, tmp_path / "fails.py"]
-    end = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert end.returncode == 1 and end.stderr.endswith("ZeroDivisionError: division by zero\n")
+    end = subprocess.run(
+        [sys.executable, tmp_path / "fails.py"], env={**os.environ, "PYTHONPATH": arming_folder()},
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert (end.returncode, end.stdout) == (1, "70\n"), end.stderr
+    assert end.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert end.stderr.count("Traceback") == 1  # and none of the resource tracker
 
 
 class Noisy(list):  # type: ignore[type-arg]

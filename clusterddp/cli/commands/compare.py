@@ -166,8 +166,7 @@ def command(
         flags = given.flags(name for name in given.values if name not in _ALLOWED_WITH_OF)
         if flags:
             raise click.UsageError(f"--of conflicts with {flags}: it only prints results.", ctx)
-        trials = results.trials_of(Path(root), of)
-        return _show(trials, ", ".join(of), as_json, plot)
+        return _show(results.trials_of(Path(root), of), ", ".join(of), as_json, plot)
     config, base, rows = _rows(given, name, where)
     planned = plan.build_requests(rows, name, root, repeat, base)
     templates = template_folder(given) if base else None
@@ -214,8 +213,7 @@ def _rows(given: Given, name: str, where: str) -> tuple[TrainConfig, JobSpec | N
     hosts = plan.hosts(config, base)
     sizes = sorted({*map(int, counts.split(","))}) if counts else plan.powers_of_two(hosts)
     fixed = given.values["fixed_global_batch"]
-    rows = plan.plan(config, strategies, sizes, hosts, fixed_global_batch=fixed)
-    return config, base, rows
+    return config, base, plan.plan(config, strategies, sizes, hosts, fixed_global_batch=fixed)
 
 
 def _print_interrupted(name: str, root: str, interrupted: plan.Interrupted) -> None:

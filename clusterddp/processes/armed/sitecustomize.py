@@ -1,4 +1,4 @@
-"""Hook of a COMMAND's Python: imports from the copy of the code, the stack handler, the exit.
+"""Hook of a COMMAND's Python: imports from the copy of the code, stack handler, signals, exit.
 
 The directory of this file is first on a COMMAND's PYTHONPATH. The hook redirects entries of the
 import path (an editable installation, PYTHONPATH) to the run's copy of the code, and installs the
@@ -82,6 +82,22 @@ def _import_the_copy():
             table[name] = [turned(path) for path in value] if many else turned(value)
 
 
+def _outlive_requests():
+    """Have multiprocessing's fork server and resource tracker ignore Slurm's signals.
+
+    Every process of a step receives them. With the fork server the workers of a DataLoader would
+    end, and fail a rank that is about to save. A process that it forks does not ignore SIGTERM, by
+    which multiprocessing ends it.
+    """
+    import _signal
+
+    code = getattr(sys, "orig_argv", [""])[-1]
+    if code.startswith("from multiprocessing.") and " import main" in code:
+        for number in (_signal.SIGTERM, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2):
+            _signal.signal(number, _signal.SIG_IGN)
+        os.register_at_fork(after_in_child=lambda: _signal.signal(_signal.SIGTERM, _signal.SIG_DFL))
+
+
 def _await_gloo():
     """Wait until gloo's threads are idle, for at most two seconds.
 
@@ -115,6 +131,7 @@ try:
 
     if sys.platform.startswith("linux"):
         atexit.register(_await_gloo)  # the first one: it runs last
+        _outlive_requests()
     if os.environ.get("CLUSTERDDP_RUN_STACKS") != "0":
         _arm()
 except Exception:  # another system, an older Python

@@ -408,9 +408,7 @@ def test_a_picture_of_runs_without_figures_is_not_claimed(workplace: Workplace) 
     assert not (workplace.folder / "a.svg").exists()
 
 
-def test_a_run_whose_request_is_damaged_is_left_out(
-    comparing: Answer, workplace: Workplace
-) -> None:
+def test_a_run_with_a_damaged_request_is_left_out(comparing: Answer, workplace: Workplace) -> None:
     comparing("--run-name=a", "--strategies=single,ddp")
     (workplace.root / "a-single/spec.json").write_text("{}")
     got = comparing("--of=a", "--json")

@@ -58,9 +58,7 @@ def rows(out: str) -> list[list[str]]:
     return [line.split() for line in out.partition("\n\n")[2].splitlines()]
 
 
-def test_a_sweep_is_a_table_over_seeds_the_best_first(
-    sweep: SweepDir, workplace: Workplace
-) -> None:
+def test_a_sweep_is_a_table_over_seeds_best_first(sweep: SweepDir, workplace: Workplace) -> None:
     got = workplace.invoke("report", "lr")
     assert (got.code, got.err) == (0, "")
     assert "sweep      lr\n" in got.out

@@ -251,9 +251,7 @@ def test_a_job_id_of_several_runs_is_not_guessed(workplace: Workplace) -> None:
     assert "belongs to several runs: a, b" in got.err
 
 
-def test_an_element_of_an_array_is_found_by_the_name_that_squeue_shows(
-    workplace: Workplace,
-) -> None:
+def test_an_element_of_an_array_is_found_by_the_name_squeue_shows(workplace: Workplace) -> None:
     # The last element has the array's own number as its job id.
     for index, job_id in enumerate(("12", "13", "11")):
         start = {**started(job_id), "array_task": f"11_{index}"}

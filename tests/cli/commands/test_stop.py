@@ -281,9 +281,7 @@ def test_the_others_are_asked_where_one_name_is_wrong(
     assert kinds(run)[-1] == "stop_requested"
 
 
-def test_the_others_are_asked_and_waited_for_where_scancel_refuses_one(
-    workplace: Workplace,
-) -> None:
+def test_the_others_are_asked_and_waited_for_if_scancel_refuses_one(workplace: Workplace) -> None:
     for number in ("1", "2", "3"):
         of_a_command(workplace.run(f"run-{number}", submitted(number), started(number)))
     gone = workplace.folder / "gone"
