@@ -112,8 +112,7 @@ def control(
     if spec.sweep:
         spec = _trial(spec, index)
     if spec.slurm_folder and not shutil.which("scontrol"):  # a module may add it to PATH later
-        path = f"{os.environ.get('PATH', os.defpath)}:{spec.slurm_folder}"
-        change_environment({"PATH": path})
+        change_environment({"PATH": f"{os.environ.get('PATH', os.defpath)}:{spec.slurm_folder}"})
     run = RunDir(run_dir)
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
         raise NoRunDirectory(

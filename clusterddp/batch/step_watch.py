@@ -66,8 +66,7 @@ class SrunProcess:
         if before and (now := _alive(before.pid)) and now.ticks == before.ticks:
             return before.pid
         lines = [process] if (process := _alive(self._lines)) else []
-        below = [each for each in table.descendants(self._lines) if each.state != "Z"]
-        found = [*lines, *below]
+        found = [*lines, *[each for each in table.descendants(self._lines) if each.state != "Z"]]
         own = [process for process in found if not self._words.isdisjoint(process.argv)]
         if not own and self._has_tasks:
             own = [process for process in found if process.name == "srun"]

@@ -418,8 +418,7 @@ def read(path: Path, *, shards: bool = True) -> bytes:
     """
     data = _bytes_of(path)
     sums = _sums_of(path)
-    fits = "".join(sums[:1]).split()[:1] == [hashlib.sha256(data).hexdigest()]
-    _check_content(path, data, fits)
+    _check_content(path, data, "".join(sums[:1]).split()[:1] == [hashlib.sha256(data).hexdigest()])
     if shards:
         for line in sums[1:]:
             _verify_shard(path, *line.split("  ", 1))

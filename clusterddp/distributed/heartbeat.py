@@ -194,8 +194,8 @@ def connect(env: DistEnv, environ: Mapping[str, str], timeout: float, beat: floa
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
     def reach() -> Store:
-        tcp_store.check_listener(env)
-        store = tcp_store.client(env.master_addr, env.master_port, timeout)
+        address = tcp_store.listener(env)  # torch asks the name servers again, and for its name
+        store = tcp_store.client(address, env.master_port, timeout, ask_name_servers=False)
         # torchrun restarts failed workers against the same store.
         return PrefixStore(f"watchdog/{restart}", store)
 

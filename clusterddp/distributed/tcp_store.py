@@ -94,7 +94,10 @@ def connect(env: DistEnv, deadline: float, answered: Callable[[], bool]) -> "Sto
     try:
         return client(address, env.master_port, seconds, ask_name_servers=answered())
     except (TimeoutError, RuntimeError) as error:
-        if not _somebody_listens(env):
+        try:
+            with suppress(TimeoutError):
+                listener(env)
+        except RuntimeError:
             raise PeerError(
                 f"rank {env.rank} on {socket.gethostname()} reached rank 0 at {env.master_addr}:"
                 f"{env.master_port}, but it has ended since. See its log. [CD0903]"
@@ -108,7 +111,7 @@ def connect(env: DistEnv, deadline: float, answered: Callable[[], bool]) -> "Sto
         ) from None
 
 
-def client(address: str, port: int, seconds: float, *, ask_name_servers: bool = True) -> "Store":
+def client(address: str, port: int, seconds: float, *, ask_name_servers: bool) -> "Store":
     """Connect to a store. Raises TimeoutError or RuntimeError if none responds in time."""
 
     def reach() -> "Store":
@@ -118,10 +121,18 @@ def client(address: str, port: int, seconds: float, *, ask_name_servers: bool = 
     return bounded(reach, seconds)
 
 
-def check_listener(env: DistEnv) -> None:
-    """Raise RuntimeError if nothing listens at the master address: torch would try for long."""
-    if not _somebody_listens(env):
-        raise RuntimeError("Connection refused")
+def listener(env: DistEnv) -> str:
+    """Return the numeric address of what listens at the master address.
+
+    Raises RuntimeError if nothing does, as torch would try for long, and TimeoutError if the
+    address cannot be looked up or reached for now.
+    """
+    try:
+        return _reach(env)
+    except ConnectionRefusedError as error:
+        raise RuntimeError(error.strerror) from None
+    except OSError as error:
+        raise TimeoutError(error.strerror or error) from None
 
 
 def bounded(call: Callable[[], T], seconds: float) -> T:
@@ -289,11 +300,10 @@ def _await_listener(env: DistEnv, deadline: float) -> str:
     The kernel accepts connections as soon as rank 0 has bound its socket, which it does first.
     Retries are therefore needed only if rank 0 starts later, and the pauses are short.
     """
-    address, pause = (env.master_addr, env.master_port), 0.02
+    pause = 0.02
     while True:
         try:
-            with socket.create_connection(address, timeout=5.0) as probe:
-                return str(probe.getpeername()[0])
+            return _reach(env)
         except socket.gaierror as error:
             if error.errno != socket.EAI_AGAIN or time.monotonic() > deadline:
                 raise TrainingError(
@@ -305,19 +315,17 @@ def _await_listener(env: DistEnv, deadline: float) -> str:
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"rank {env.rank} on {socket.gethostname()} waited for rank 0 at "
-                    f"{address[0]}:{address[1]}, but got no answer: {error.strerror or error}. "
-                    "Rank 0 has not started (see its log), or a firewall blocks the port. [CD0903]"
+                    f"{env.master_addr}:{env.master_port}, but got no answer: "
+                    f"{error.strerror or error}. Rank 0 has not started (see its log), or a "
+                    "firewall blocks the port. [CD0903]"
                 ) from None
         time.sleep(pause)  # there is no event for the start of rank 0
         pause = min(pause * 1.5, 0.5)
 
 
-def _somebody_listens(env: DistEnv) -> bool:
-    try:
-        socket.create_connection((env.master_addr, env.master_port), timeout=5.0).close()
-    except OSError as error:
-        return not isinstance(error, ConnectionRefusedError)
-    return True
+def _reach(env: DistEnv) -> str:
+    with socket.create_connection((env.master_addr, env.master_port), timeout=5.0) as probe:
+        return str(probe.getpeername()[0])
 
 
 def _interface_towards(env: DistEnv) -> str:

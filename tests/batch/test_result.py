@@ -162,8 +162,7 @@ def test_a_rank_lost_after_the_last_word_takes_nothing_from_the_run(
 def test_the_first_failure_is_named_and_its_code_wins_over_sruns(
     workplace: Workplace, run: RunDir
 ) -> None:
-    error = {"type": "RuntimeError", "message": "boom", "peer_lost": False}
-    record(run, 1, 1, error=error)
+    record(run, 1, 1, error={"type": "RuntimeError", "message": "boom", "peer_lost": False})
     record(run, 0, 143, signal="SIGTERM")
     run.rank_log(1).write_text("first\nlast words\n")
     got = finish_attempt(workplace, run, 143, requeue=True)

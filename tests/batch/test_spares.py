@@ -169,8 +169,7 @@ def test_a_merely_slow_node_does_not_end_a_run_that_nothing_would_start_again(
     own = controller_of(attempt, monkeypatch, preflight="quick", requeue=requeue)
     if not spare_nodes:
         own._allocation = None
-    record = PreflightRecord("", 1.0, FAILED, slow=slow)
-    monkeypatch.setattr(preflight, "check", lambda *_: record)
+    monkeypatch.setattr(preflight, "check", lambda *_: PreflightRecord("", 1.0, FAILED, slow=slow))
     assert own._preflight(attempt, ["h01", "h02"]) == ({} if starts else FAILED)
     assert list(spares.nodes_to_avoid(attempt.run)) == ["h02"]
     assert blamed_in(attempt) == (set() if starts else {"h02"})

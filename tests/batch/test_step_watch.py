@@ -269,8 +269,7 @@ def test_whatever_a_rank_prints_begins_the_time_anew(attempt: Attempt) -> None:
 @pytest.mark.usefixtures("found")
 def test_a_hang_after_a_false_alarm_is_reported_too(attempt: Attempt, logged: list[str]) -> None:
     log = attempt.run.logs / "rank-3.log"
-    sleep = Sleep(in_25=lambda: log.write_text("imported\n"), in_70=lambda: None)
-    watch(attempt, sleep)
+    watch(attempt, Sleep(in_25=lambda: log.write_text("imported\n"), in_70=lambda: None))
     reports = [line.partition(". ")[0] for line in logged if line.startswith("no rank has")]
     assert reports == [f"no rank has printed anything for {silence}" for silence in ("10m", "20m")]
 

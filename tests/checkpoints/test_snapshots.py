@@ -128,8 +128,7 @@ def test_a_snapshot_becomes_the_checkpoint_of_its_step(attempt: Attempt, own: Ad
     assert_equal({name: content[name] for name in expected}, expected)
     assert (content["noted"], content["step"], content["world_size"]) == ("step 3", 3, 1)
     assert content["random_states"][0]["now"].tolist() == [0, 0, 0]
-    usual = trained.content()["model"]
-    assert content["model"]._metadata == usual._metadata
+    assert content["model"]._metadata == trained.content()["model"]._metadata
     mapped = torch.load(attempt.checkpoints / catalog.name_of(3), weights_only=True, mmap=True)
     assert_equal(mapped["model"], expected["model"])
     [entry] = catalog.list_verified(attempt.run)

@@ -106,6 +106,20 @@ print(json.dumps({"before": before, "after": after, "interface": asked.gloo_inte
 sys.stdout.flush()
 os._exit(0)
 """
+# The watchdog's connection, in a process whose torch has not looked up any name.
+WATCHDOG = """
+import sys, time
+from clusterddp.distributed import heartbeat, tcp_store
+from clusterddp.ranks.dist_env import DistEnv
+env = DistEnv.from_environ({"RANK": sys.argv[1], "WORLD_SIZE": "2", "MASTER_ADDR": "10.99.0.1",
+                            "MASTER_PORT": "23999"})
+if env.rank:
+    tcp_store._await_listener(env, time.monotonic() + 250)
+    heartbeat.connect(env, {}, 250.0, 0.1).set("is", "there")
+else:
+    tcp_store.listen(env, {}, 250.0, None, lambda: False).wait(["watchdog/0/is"])
+print("null")
+"""
 
 
 def possible() -> bool:
@@ -146,6 +160,10 @@ def test_ranks_meet_while_name_servers_keep_them_waiting(hosts: str, tmp_path: P
     assert [rank["after"] for rank in seen["ranks"]] == [False, False]
     assert [rank["interface"] for rank in seen["ranks"]] == ["lo", "lo"]
     assert 2 <= seen["asked"] <= 8, seen
+
+
+def test_the_watchdogs_connection_asks_no_name_server(tmp_path: Path) -> None:
+    assert meet(tmp_path, "127.0.0.1 localhost", WATCHDOG)["asked"] == 0
 
 
 def address(master: str) -> DistEnv:

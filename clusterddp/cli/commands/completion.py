@@ -25,5 +25,4 @@ def command(ctx: click.Context, shell: str) -> None:
     """
     kind = get_completion_class(shell)
     assert kind is not None, f"click knows no {shell}"
-    root = ctx.find_root().command
-    click.echo(kind(root, {}, "clusterddp", _COMPLETE_VARIABLE).source())
+    click.echo(kind(ctx.find_root().command, {}, "clusterddp", _COMPLETE_VARIABLE).source())

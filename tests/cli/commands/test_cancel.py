@@ -112,8 +112,7 @@ def test_what_waits_to_go_on_is_cancelled(workplace: Workplace, successor: str) 
 def test_a_stopped_run_has_ended(workplace: Workplace) -> None:
     end = {**ended("12", 75), "attempt": 1, "cause": "stopped", "why": "stopped"}
     workplace.run("one", submitted("12"), {**started("12"), "attempt": 1}, end)
-    got = workplace.invoke("cancel", "one")
-    assert got.out == "one has already ended: stopped\n"
+    assert workplace.invoke("cancel", "one").out == "one has already ended: stopped\n"
     assert not [call for call in workplace.calls if "scancel" in call]
 
 

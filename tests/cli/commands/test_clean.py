@@ -161,8 +161,7 @@ def test_the_only_copy_of_the_code_of_a_run_that_can_restart_stays(workplace: Wo
     assert spec.train
     own = dataclasses.replace(spec, train=dataclasses.replace(spec.train, model="mine:build"))
     run.spec.write_text(own.to_json())
-    got = workplace.invoke("clean", "--yes")
-    assert "skipped: 1 cancelled, can start again" in got.err
+    assert "skipped: 1 cancelled, can start again" in workplace.invoke("clean", "--yes").err
     assert (run.code / "mine.py").exists()
 
 

@@ -390,8 +390,7 @@ def test_a_run_that_is_there_already_is_not_touched(comparing: Answer) -> None:
 
 def test_a_comparison_draws_a_plot(comparing: Answer, workplace: Workplace) -> None:
     workplace.monkeypatch.setattr(plots, "save_scaling", SAVE_SCALING)
-    got = comparing("--run-name=b", "--strategies=single,ddp")
-    assert "the plot is in jobs/b.png" in got.err
+    assert "the plot is in jobs/b.png" in comparing("--run-name=b", "--strategies=single,ddp").err
     assert (workplace.root / "b.png").read_bytes().startswith(b"\x89PNG")
     assert comparing("--of=b", "--plot=b.svg").code == 0
     drawn = (workplace.folder / "b.svg").read_text()

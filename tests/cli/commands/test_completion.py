@@ -75,8 +75,7 @@ def test_run_names_of_another_runs_dir_are_offered(workplace: Workplace) -> None
 
 def offered(incomplete: str) -> list[str]:
     option = next(one for one in submit.command.params if one.name == "partition")
-    context = click.Context(submit.command)
-    return [item.value for item in option.shell_complete(context, incomplete)]
+    return [item.value for item in option.shell_complete(click.Context(submit.command), incomplete)]
 
 
 def test_partitions_are_offered_where_a_slurm_answers(workplace: Workplace) -> None:

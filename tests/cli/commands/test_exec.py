@@ -102,8 +102,7 @@ def test_the_exit_code_is_the_commands() -> None:
 
 
 def test_the_command_dies_of_a_closed_pipe_as_under_a_shell() -> None:
-    done = run_exec("--", "sh", "-c", "grep SigIgn /proc/self/status")
-    ignored = int(done.stdout.split()[1], 16)
+    ignored = int(run_exec("--", "sh", "-c", "grep SigIgn /proc/self/status").stdout.split()[1], 16)
     # Python ignores both; a test run may itself be started with others ignored, as by nohup.
     assert not [sign for sign in (signal.SIGPIPE, signal.SIGXFSZ) if ignored & 1 << sign - 1]
 

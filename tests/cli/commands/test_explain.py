@@ -12,8 +12,7 @@ from clusterddp.explained import catalogue
 
 
 def explained(*argv: str) -> str:
-    result = CliRunner().invoke(cli, ["explain", *argv], catch_exceptions=False)
-    return result.stdout
+    return CliRunner().invoke(cli, ["explain", *argv], catch_exceptions=False).stdout
 
 
 def test_a_code_is_explained() -> None:

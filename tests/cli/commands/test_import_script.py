@@ -30,8 +30,7 @@ def test_the_line_stands_alone_on_stdout(workplace: Workplace) -> None:
 
 def test_json_has_the_words_and_the_notes(workplace: Workplace) -> None:
     (workplace.folder / "job.sbatch").write_text(JOB.replace("--output=logs/%j.out", "-D /else"))
-    got = workplace.invoke("import", "--json", "job.sbatch")
-    said = json.loads(got.out)
+    said = json.loads(workplace.invoke("import", "--json", "job.sbatch").out)
     assert said["argv"][:4] == ["clusterddp", "submit", "--nodes", "2"]
     assert (said["directory"], said["notes"]) == ("/else", [])
     assert said["line"].startswith("cd /else &&\nclusterddp submit ")
@@ -83,8 +82,7 @@ def test_a_folder_and_a_script_of_our_own_are_refused(workplace: Workplace) -> N
 
 
 def test_what_moves_a_terminals_cursor_is_escaped(workplace: Workplace) -> None:
-    job = workplace.folder / "job.sbatch"
-    job.write_text(JOB + "cp $'\x1b[2J' b\n#SBATCH --x=\x1b[2J\n")
+    (workplace.folder / "job.sbatch").write_text(JOB + "cp $'\x1b[2J' b\n#SBATCH --x=\x1b[2J\n")
     got = workplace.invoke("import", "job.sbatch")
     assert "\x1b" not in got.out + got.err and "\\x1b[2J" in got.out + got.err
 

@@ -203,8 +203,7 @@ def test_without_a_metric_no_run_is_the_best_and_none_is_awaited_once_all_are_do
 
 
 def test_json_holds_rows_runs_and_all_metrics(sweep: SweepDir, workplace: Workplace) -> None:
-    got = workplace.invoke("report", "lr", "--json")
-    report = json.loads(got.out)
+    report = json.loads(workplace.invoke("report", "lr", "--json").out)
     assert list(report) == [
         "sweep", "state", "counts", "names", "over", "by", "lowest_first", "metrics", "rows",
         "directory",

@@ -130,8 +130,7 @@ def test_a_run_that_lost_its_checkpoints_begins_anew_only_where_that_is_asked_fo
     assert ("are gone" if harm == "gone" else "no checkpoint of one is valid") in said
     assert "clusterddp resume one --from-scratch" in said
     assert workplace.invoke("resume", "one", "--dry-run").code == 2
-    got = accepted(workplace, "one", "--from-scratch")
-    assert "it starts from the beginning" in got.out
+    assert "it starts from the beginning" in accepted(workplace, "one", "--from-scratch").out
     [asked] = [event for event in read_events(run) if event["event"] == "resume_requested"]
     assert asked["from_scratch"] == 1
 
@@ -195,8 +194,7 @@ def test_a_pattern_resumes_no_run_of_this_machine_which_would_end_with_the_comma
 def test_a_dry_run_prints_what_would_be_sent_and_touches_nothing(workplace: Workplace) -> None:
     run = stopped(workplace)
     before = sorted(run.path.rglob("*")), run.events.read_bytes()
-    got = accepted(workplace, "one", "--dry-run")
-    assert got.out == run.script.read_text()
+    assert accepted(workplace, "one", "--dry-run").out == run.script.read_text()
     changed = accepted(workplace, "one", "--dry-run", "--time", "5", "--json")
     assert "#SBATCH --time=5\n" in json.loads(changed.out)["script"]
     assert (sorted(run.path.rglob("*")), run.events.read_bytes()) == before
