@@ -99,7 +99,7 @@ def tried(python: str, torch: int, wheel: Path, venv: Path) -> str:
     """Install the wheel beside this torch and type the README's quickstart; returns the result."""
     if not (interpreter := found(python)):
         return NO_PYTHON
-    pair = [f"torch==2.{torch}.*", f"torchvision==0.{torch + 15}.*"]
+    pair = [f"torch==2.{torch}.*", f"torchvision<0.{torch + 16}"]
     try:
         run([interpreter, "-I", "-m", "venv", str(venv)])
         # -I: pip takes what a PYTHONPATH has as installed.
@@ -150,15 +150,20 @@ def found(python: str) -> str | None:
 
 
 def torches(python: str) -> list[int]:
-    """Returns the minor releases of torch 2 that have wheels for this Python and machine."""
-    pip = [sys.executable, "-m", "pip", "index", "versions", "torch", "--only-binary=:all:"]
-    done = subprocess.run(
-        [*pip, "--python-version", python], capture_output=True, text=True, check=False
+    """Returns the minor releases of torch 2 that have wheels here, and torchvision one for them."""
+    oldest = min(_minors(python, "torchvision", 0), default=0) - 15
+    return sorted(
+        minor for minor in _minors(python, "torch", 2) if minor >= max(OLDEST_TORCH, oldest)
     )
+
+
+def _minors(python: str, package: str, major: int) -> set[int]:
+    pip = [sys.executable, "-m", "pip", "index", "versions", package, "--only-binary=:all:"]
+    pip += ["--python-version", python]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
     if done.returncode and "No matching distribution" not in done.stderr:
         raise subprocess.CalledProcessError(done.returncode, pip, done.stdout, done.stderr)
-    minors = {int(minor) for minor in re.findall(r"\b2\.(\d+)\.\d+", done.stdout)}
-    return sorted(minor for minor in minors if minor >= OLDEST_TORCH)
+    return {int(minor) for minor in re.findall(rf"\b{major}\.(\d+)\.\d+", done.stdout)}
 
 
 def table(results: Mapping[tuple[str, int], str]) -> Iterable[str]:

@@ -377,8 +377,7 @@ class _Layout:
             began, ended, step = self._pending
             ended.synchronize()
             self.copy_seconds, self._pending = began.elapsed_time(ended) / 1000, None
-            half = self._halves[1 - self._which]
-            node_memory.write_steps(half, self._member, step + 1, step + 1)
+            node_memory.write_steps(self._halves[1 - self._which], self._member, step + 1, step + 1)
 
 
 def _alike(

@@ -193,9 +193,9 @@ def connect(env: DistEnv, environ: Mapping[str, str], timeout: float, beat: floa
     """
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
-    def reach() -> Store:
-        address = tcp_store.listener(env)  # torch asks the name servers again, and for its name
-        store = tcp_store.client(address, env.master_port, timeout, ask_name_servers=False)
+    def reach(is_late: bool) -> Store:
+        address = tcp_store.listener(env)
+        store = tcp_store.client(address, env.master_port, timeout, ask_name_servers=not is_late)
         # torchrun restarts failed workers against the same store.
         return PrefixStore(f"watchdog/{restart}", store)
 

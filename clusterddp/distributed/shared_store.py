@@ -27,13 +27,14 @@ class SharedStore:
     """Store of a node's watchdogs, with the methods of a torch store that they use."""
 
     def __init__(
-        self, name: str, open_store: "Callable[[], Store]", seconds: float, beat: float
+        self, name: str, open_store: "Callable[[bool], Store]", seconds: float, beat: float
     ) -> None:
         """Connect. Raises TimeoutError or RuntimeError, as open_store does.
 
-        name: known to the ranks that meet on this node. open_store: connects to rank 0. seconds:
-        time for the first watchdog to connect. beat: seconds between two heartbeats; the first one
-        has to answer in that time, and gathers values for half of it.
+        name: known to the ranks that meet on this node. open_store: connects to rank 0; its
+        argument is whether the first watchdog does not answer: a slow lookup would make rank 0 look
+        silent, too. seconds: time for the first watchdog to connect. beat: seconds between two
+        heartbeats; the first one has to answer in that time, and gathers values for half of it.
         """
         self._beat = beat
         self._socket, self._open = NodeSocket(name, socket.SOCK_STREAM), open_store
@@ -92,7 +93,7 @@ class SharedStore:
         """Become the first watchdog, or connect to it, or to rank 0 if it does not answer."""
         if listener := self._socket.listen():
             try:
-                self._store = self._open()
+                self._store = self._open(False)
             except BaseException:
                 listener.close()
                 raise
@@ -109,7 +110,7 @@ class SharedStore:
                 self._first = first
                 return
             first.close()
-        self._store = self._open()
+        self._store = self._open(True)
 
     def _serve(self, listener: socket.socket) -> None:
         """Answer the other watchdogs of the node until `close`."""

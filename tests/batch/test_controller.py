@@ -267,8 +267,7 @@ def test_a_run_directory_that_is_gone_is_not_made_anew_for_a_later_start(
 
 
 def test_the_outputs_of_both_attempts_lie_below_their_dividers(job: Callable[..., Job]) -> None:
-    first = job("false", setup=("echo first",))
-    assert first.end() == 1
+    assert job("false", setup=("echo first",)).end() == 1
     second = job("false", setup=("echo second",), environ={"SLURM_RESTART_COUNT": "1"})
     second.end()
     text = second.log
@@ -416,8 +415,7 @@ def test_slurms_commands_are_found_where_they_were_at_submission(
     for program in ("bash", "env"):
         (path / program).symlink_to(str(shutil.which(program)))
     fields = {"slurm_folder": str(slurm), "setup": ("command -v scontrol >found", "exit 4")}
-    started = job(environ={"PATH": str(path)}, **fields)
-    assert started.end() == 4
+    assert job(environ={"PATH": str(path)}, **fields).end() == 4
     assert (tmp_path / "found").read_text() == f"{slurm}/scontrol\n"
 
 
@@ -496,8 +494,7 @@ def test_an_own_template_that_starts_its_tasks_in_a_subshell_has_one_attempt(
 def test_an_own_template_that_starts_its_tasks_in_the_background_does_not_end_well(
     job: Callable[..., Job],
 ) -> None:
-    started = job(line="{} & until [ -e up ]; do sleep 0.01; done")
-    assert started.end() == 1
+    assert job(line="{} & until [ -e up ]; do sleep 0.01; done").end() == 1
 
 
 @pytest.mark.parametrize("more", [{}, {"POSIXLY_CORRECT": "1"}])
@@ -544,8 +541,7 @@ def test_an_element_of_an_array_knows_that_it_is_one(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "16", "SLURM_ARRAY_TASK_ID": "3"}
-    started = job(sys.executable, "-c", "", environ=array, **COMMAND)
-    assert started.end() == 0
+    assert job(sys.executable, "-c", "", environ=array, **COMMAND).end() == 0
     assert RunDir(tmp_path / "jobs/a-3").array_index == "3"
 
 
@@ -555,14 +551,12 @@ def test_a_file_of_its_own_that_is_gone_is_replaced_by_the_installed_one(
     run = RunDir(tmp_path / "jobs/a")
     run.path.mkdir(parents=True)
     run.bundle.symlink_to("clusterddp-0.1.1-000000000000.pyz")
-    started = job(sys.executable, str(run.bundle), "--version", **COMMAND)
-    assert started.end() == 0
+    assert job(sys.executable, str(run.bundle), "--version", **COMMAND).end() == 0
     assert run.bundle.exists()
 
 
 def test_a_script_is_found_by_a_relative_path_from_another_folder(job: Callable[..., Job]) -> None:
-    started = job(sys.executable, "-c", "", setup=("mkdir else; cd else",), **COMMAND)
-    assert started.end() == 0
+    assert job(sys.executable, "-c", "", setup=("mkdir else; cd else",), **COMMAND).end() == 0
 
 
 def test_a_script_whose_request_was_damaged_says_so(job: Callable[..., Job]) -> None:

@@ -32,8 +32,7 @@ def command(ctx: click.Context, source: str | None, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand:
         return
-    environ = os.environ if source is None else parse_environment(_read(source))
-    env = DistEnv.from_environ(environ)
+    env = DistEnv.from_environ(os.environ if source is None else parse_environment(_read(source)))
     click.echo(_as_json(env) if as_json else _as_table(env))
 
 
