@@ -8,12 +8,14 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
 from torch.distributed.distributed_c10d import Store
 
-from clusterddp.distributed import rendezvous
+from clusterddp.distributed import rendezvous, tcp_store
 from clusterddp.distributed.rendezvous import Identity, RunStore, agree, open_store
 from clusterddp.errors import TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 
 PATIENCE = 60
+with tcp_store.without_name_servers():  # one may take seconds where the tests run
+    tcp_store._have_torch_ask_nobody()
 
 
 def env(rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> DistEnv:

@@ -271,7 +271,7 @@ def test_another_run_that_reaches_an_agents_store_writes_nothing(agent: Any, ran
     before = written()
     stranger = under_agent(SLURM_JOB_ID="18")
     with pytest.raises(TrainingError, match="expected SLURM_JOB_ID=18, found SLURM_JOB_ID=17"):
-        open_store(env(rank, 2, agent.port), stranger, 2.0, answered=lambda: False)
+        open_store(env(rank, 2, agent.port), stranger, 2.0)
     assert written() == before
 
 
@@ -329,7 +329,7 @@ def test_a_worker_whose_rank_0_never_starts_again_ends(
     environ = {0: under_agent(), 1: under_agent()}
     meet([env(0, 2, agent.port), env(1, 2, agent.port)], count, PATIENCE, environ)
     with pytest.raises(PeerError, match=r"rank 1 waited for rank 0 .*did not join"):
-        open_store(env(1, 2, agent.port), under_agent(), 0.5, answered=lambda: False)
+        open_store(env(1, 2, agent.port), under_agent(), 0.5)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from clusterddp import log
-from clusterddp.distributed import heartbeat, tcp_store
+from clusterddp.distributed import heartbeat
 from clusterddp.distributed.heartbeat import Heartbeat, Phase, Progress, Snapshot
 from clusterddp.distributed.shared_store import SharedStore
 from clusterddp.distributed.watchdog import Finding, Watchdog, judge, periods
@@ -387,10 +387,11 @@ def train(
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    ours = env(rank, world_size, port)
     kept = [  # noqa: F841 -- it listens as long as it is kept
-        tcp_store.listen(ours, {}, PATIENCE, None, lambda: False) for _ in range(keeps_store)
+        TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        for _ in range(keeps_store)
     ]
+    ours = env(rank, world_size, port)
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(folder / "group"), world_size), rank=rank,
         world_size=world_size, timeout=timedelta(seconds=10 * PATIENCE),
@@ -496,7 +497,7 @@ def test_rank_1_speaks_where_rank_0_and_its_store_are_stopped(ranks: Ranks) -> N
 class StoreProcess:
     def __init__(self) -> None:
         code = (
-            "import sys; from torch.distributed import TCPStore\n"
+            "import sys, tests.distributed.meetings; from torch.distributed import TCPStore\n"
             "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
             "print(store.port, flush=True); sys.stdin.read()"
         )

@@ -190,8 +190,7 @@ def test_a_refused_account_is_answered_with_the_accounts_that_there_are(site: Si
 
 def test_a_partition_of_other_accounts_is_closed_although_slurm_takes_the_job(site: Site) -> None:
     site.scontrol(mode="OFF AllowAccounts=maths,history")
-    diagnosis = site.diagnosis(code=1)
-    checks = {check["name"]: check for check in diagnosis["checks"]}
+    checks = {check["name"]: check for check in site.diagnosis(code=1)["checks"]}
     assert checks["submission"]["result"] == ERROR
     assert checks["partition cpu"]["result"] == WARNING
     assert "AllowAccounts=maths,history" in checks["partition cpu"]["found"]
@@ -202,8 +201,7 @@ def test_a_partition_of_other_accounts_is_closed_although_slurm_takes_the_job(si
 def test_a_slurm_that_does_not_answer_leaves_the_other_checks(site: Site) -> None:
     words = "slurm_load_ctl_conf error: Unable to contact slurm controller"
     site.workplace.command("scontrol", f"echo '{words}' >&2; exit 1")
-    diagnosis = site.diagnosis(code=1)
-    results = {check["name"]: check["result"] for check in diagnosis["checks"]}
+    results = {check["name"]: check["result"] for check in site.diagnosis(code=1)["checks"]}
     assert results["slurm"] == ERROR and results["python"] == OK
     assert "submission" not in results
 

@@ -426,8 +426,7 @@ def test_follow_outlasts_a_controller_that_is_down(
 
 @pytest.mark.usefixtures("quick")
 def test_follow_of_an_ended_run_returns_at_once(workplace: Workplace) -> None:
-    run = workplace.run("one", submitted("7"), started("7"), ended("7", 0))
-    assert follow(run) == 0
+    assert follow(workplace.run("one", submitted("7"), started("7"), ended("7", 0))) == 0
     assert workplace.calls == []
 
 
