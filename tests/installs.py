@@ -151,10 +151,9 @@ def found(python: str) -> str | None:
 
 def torches(python: str) -> list[int]:
     """Returns the minor releases of torch 2 that have wheels here, and torchvision one for them."""
-    oldest = min(_minors(python, "torchvision", 0), default=0) - 15
-    return sorted(
-        minor for minor in _minors(python, "torch", 2) if minor >= max(OLDEST_TORCH, oldest)
-    )
+    visions = [minor for minor in _minors(python, "torchvision", 0) if minor >= OLDEST_TORCH + 15]
+    oldest = min(visions, default=99) - 15
+    return sorted(minor for minor in _minors(python, "torch", 2) if minor >= oldest)
 
 
 def _minors(python: str, package: str, major: int) -> set[int]:

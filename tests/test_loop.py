@@ -849,8 +849,7 @@ def test_a_frameworks_files_on_several_ranks_are_in_snapshots_only_with_ddp(
     """Without DDP it may shard its files over the nodes: one node's would be an invalid whole."""
     in_run_of(2, tmp_path / "run", monkeypatch)
     addresses = [str(Address.create()) for _ in range(2)]
-    used = run_ranks(2, framework_steps, tmp_path / "run", addresses, in_ddp)
-    assert used == [in_ddp, in_ddp]
+    assert run_ranks(2, framework_steps, tmp_path / "run", addresses, in_ddp) == [in_ddp, in_ddp]
 
 
 def test_a_job_submitted_from_within_a_run_is_not_in_it(
@@ -1245,8 +1244,7 @@ def test_a_sharded_checkpoint_resumes_at_another_number_of_ranks(
     tmp_path: Path, ranks: int
 ) -> None:
     [saved, _] = run_ranks(2, rank_trains, tmp_path, 4, True)
-    loaded = run_ranks(ranks, rank_loads, tmp_path)
-    assert loaded == [(4, ranks, saved[2])] * ranks
+    assert run_ranks(ranks, rank_loads, tmp_path) == [(4, ranks, saved[2])] * ranks
     # And it trains on: 24 samples an epoch, of which 16 are trained in the first.
     [(_, steps, _), *_] = run_ranks(ranks, rank_trains, tmp_path, 0, True)
     left_in_first, in_second = {3: (2, 4), 1: (4, 12)}[ranks]

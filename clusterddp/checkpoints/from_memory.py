@@ -61,8 +61,7 @@ def save(own: Address) -> None:
     with contextlib.ExitStack() as stack:
         try:
             members = node_memory.read_members(own.halves[0])
-            number = members.index(own)
-            known = max(read_steps(half, number)[1] for half in own.halves) - 1
+            known = max(read_steps(half, members.index(own))[1] for half in own.halves) - 1
             found = _whole(members, stack) if known > _newest_saved(attempt) else []
             if found and found[0].index.shards:
                 _save_shards(attempt, found)

@@ -54,8 +54,7 @@ RUNS_DIR_OPTION = click.option(
 
 def typed_runs_dir(root: Path) -> list[str]:
     """Return the option for the cluster's part of a command, if it was typed."""
-    typed = source(click.get_current_context(), "runs_dir") == FLAG
-    return [f"--runs-dir={root}"] if typed else []
+    return [f"--runs-dir={root}"] * (source(click.get_current_context(), "runs_dir") == FLAG)
 
 
 def refuse_misspelt(ctx: click.Context, root: Path) -> None:

@@ -113,8 +113,7 @@ def training_order(
     number: a run resumes from there at another world size. (If `seen` is not a multiple of the
     world size, up to world size - 1 images are repeated.)
     """
-    generator = torch.Generator().manual_seed(seed + epoch)
-    order = torch.randperm(count, generator=generator)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch))
     padding = -count % world_size
     order = torch.cat([order, order.repeat(math.ceil(padding / count))[:padding]])
     return order[rank::world_size][seen // world_size :]

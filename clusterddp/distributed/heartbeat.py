@@ -193,9 +193,11 @@ def connect(env: DistEnv, environ: Mapping[str, str], timeout: float, beat: floa
     """
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
-    def reach(is_late: bool) -> Store:
-        address = tcp_store.listener(env)
-        store = tcp_store.client(address, env.master_port, timeout, ask_name_servers=not is_late)
+    def reach() -> Store:
+        address = tcp_store.listener_address(env)
+        # A connection in place of one that is gone must not be late: rank 0 would look silent.
+        answer = tcp_store.name_servers_answer(address, beat / 2)
+        store = tcp_store.client(address, env.master_port, timeout, ask_name_servers=answer)
         # torchrun restarts failed workers against the same store.
         return PrefixStore(f"watchdog/{restart}", store)
 

@@ -85,8 +85,7 @@ def open_store(
     deadline = time.monotonic() + timeout
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         agents = tcp_store.connect(env, deadline, answered)
-        meet = _enter_round if env.rank else _begin_round
-        return meet(agents, env, identity, timeout)
+        return (_enter_round if env.rank else _begin_round)(agents, env, identity, timeout)
     if env.rank == 0:
         store = tcp_store.listen(env, environ, timeout, bound, answered)
         identity.publish(store)

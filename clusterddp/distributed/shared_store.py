@@ -27,14 +27,13 @@ class SharedStore:
     """Store of a node's watchdogs, with the methods of a torch store that they use."""
 
     def __init__(
-        self, name: str, open_store: "Callable[[bool], Store]", seconds: float, beat: float
+        self, name: str, open_store: "Callable[[], Store]", seconds: float, beat: float
     ) -> None:
         """Connect. Raises TimeoutError or RuntimeError, as open_store does.
 
-        name: known to the ranks that meet on this node. open_store: connects to rank 0; its
-        argument is whether the first watchdog does not answer: a slow lookup would make rank 0 look
-        silent, too. seconds: time for the first watchdog to connect. beat: seconds between two
-        heartbeats; the first one has to answer in that time, and gathers values for half of it.
+        name: known to the ranks that meet on this node. open_store: connects to rank 0. seconds:
+        time for the first watchdog to connect. beat: seconds between two heartbeats; the first one
+        has to answer in that time, and gathers values for half of it.
         """
         self._beat = beat
         self._socket, self._open = NodeSocket(name, socket.SOCK_STREAM), open_store
@@ -81,8 +80,10 @@ class SharedStore:
             self._first.close()
             self._first = None
             while not (self._first or self._store):
-                with suppress(TimeoutError):  # a call of a stopped process never returns
+                try:
                     self._join(self._beat)
+                except TimeoutError:  # at once where no route leads to rank 0
+                    time.sleep(self._beat)
         else:
             return getattr(self._store, method)(*arguments)
         if error:
@@ -93,7 +94,7 @@ class SharedStore:
         """Become the first watchdog, or connect to it, or to rank 0 if it does not answer."""
         if listener := self._socket.listen():
             try:
-                self._store = self._open(False)
+                self._store = self._open()
             except BaseException:
                 listener.close()
                 raise
@@ -110,7 +111,7 @@ class SharedStore:
                 self._first = first
                 return
             first.close()
-        self._store = self._open(True)
+        self._store = self._open()
 
     def _serve(self, listener: socket.socket) -> None:
         """Answer the other watchdogs of the node until `close`."""

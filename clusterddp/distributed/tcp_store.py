@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from clusterddp.errors import PeerError, TrainingError
@@ -96,7 +97,7 @@ def connect(env: DistEnv, deadline: float, answered: Callable[[], bool]) -> "Sto
     except (TimeoutError, RuntimeError) as error:
         try:
             with suppress(TimeoutError):
-                listener(env)
+                listener_address(env)
         except RuntimeError:
             raise PeerError(
                 f"rank {env.rank} on {socket.gethostname()} reached rank 0 at {env.master_addr}:"
@@ -121,7 +122,7 @@ def client(address: str, port: int, seconds: float, *, ask_name_servers: bool) -
     return bounded(reach, seconds)
 
 
-def listener(env: DistEnv) -> str:
+def listener_address(env: DistEnv) -> str:
     """Return the numeric address of what listens at the master address.
 
     Raises RuntimeError if nothing does, as torch would try for long, and TimeoutError if the
@@ -179,10 +180,8 @@ class Lookups:
 
     def _look_up_master(self) -> None:
         with suppress(OSError, UnicodeError):
-            address = str(socket.getaddrinfo(self._env.master_addr, self._env.master_port)[0][4][0])
-            # The same query as torch's, which prefers IPv6. Not getnameinfo, for which
-            # Python 3.10 stops all threads.
-            socket.gethostbyaddr(address if ":" in address else f"::ffff:{address}")
+            found = socket.getaddrinfo(self._env.master_addr, self._env.master_port)
+            _look_up_name(str(found[0][4][0]))
         self.master_answered = True
 
     def _look_up_own_name(self) -> None:
@@ -195,6 +194,21 @@ class Lookups:
                     probe.bind(where)
                     self._own_name_is_known = True
                     return
+
+
+def name_servers_answer(address: str, seconds: float) -> bool:
+    """Return whether the lookup of an address's name ends within `seconds`, found or not."""
+    try:
+        bounded(partial(_look_up_name, address), seconds)
+    except OSError as error:
+        return not isinstance(error, TimeoutError)
+    return True
+
+
+def _look_up_name(address: str) -> None:
+    # The same query as torch's, which prefers IPv6. Not getnameinfo, for which Python 3.10 stops
+    # all threads.
+    socket.gethostbyaddr(address if ":" in address else f"::ffff:{address}")
 
 
 @contextmanager
@@ -325,7 +339,9 @@ def _await_listener(env: DistEnv, deadline: float) -> str:
 
 def _reach(env: DistEnv) -> str:
     with socket.create_connection((env.master_addr, env.master_port), timeout=5.0) as probe:
-        return str(probe.getpeername()[0])
+        # With the scope of a link-local one, which getpeername omits.
+        numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+        return socket.getnameinfo(probe.getpeername(), numeric)[0]
 
 
 def _interface_towards(env: DistEnv) -> str:

@@ -389,8 +389,7 @@ def _number(text: str) -> int:
 
 def proposed_settings(diagnosis: Diagnosis, given: Mapping[str, str]) -> dict[str, str]:
     """Return the settings for a new site.cfg, without the wrong ones."""
-    settings = {**given, **diagnosis.settings}
-    return {name: value for name, value in settings.items() if value}
+    return {name: value for name, value in {**given, **diagnosis.settings}.items() if value}
 
 
 def site_cfg(diagnosis: Diagnosis, given: Mapping[str, str]) -> str:

@@ -127,8 +127,7 @@ def run_step(options: argparse.Namespace, tasks: Sequence[Mapping[str, str]], no
     def report(rank: int, status: int) -> None:
         if status and not terminated:
             words = signal.strsignal(-status) if status < 0 else f"Exited with exit code {status}"
-            host = tasks[rank]["SLURMD_NODENAME"]
-            _say(f"srun: error: {host}: task {rank}: {words}")
+            _say(f"srun: error: {tasks[rank]['SLURMD_NODENAME']}: task {rank}: {words}")
 
     with TaskGroup(
         kill_on_bad_exit=options.kill_on_bad_exit != "0",

@@ -97,8 +97,7 @@ def convnet(
         features = layers.GlobalAveragePooling2D(order)(features)
         hidden = layers.Dense(width, "relu", kernel_initializer=_drawn(keras), name="hidden")
         scores = layers.Dense(10, kernel_initializer=_drawn(keras), name="scores")
-        dropped = layers.Dropout(dropout)(hidden(features))
-        return KerasNet(keras.Model(images, scores(dropped)))
+        return KerasNet(keras.Model(images, scores(layers.Dropout(dropout)(hidden(features)))))
 
 
 def import_keras() -> ModuleType:

@@ -144,8 +144,7 @@ class Container:
     def from_json(cls, text: str) -> "Container":
         """Parse the output of `to_json`."""
         fields = json.loads(text)
-        mounts = tuple(map(Mount.parse, fields.pop("mounts", ())))
-        return cls(mounts=mounts, **fields)
+        return cls(mounts=tuple(map(Mount.parse, fields.pop("mounts", ()))), **fields)
 
     def for_run(self, run_dir: str, folder: str) -> "Container":
         """Add the mounts of every task: the run directory, and `folder` if the code is there."""

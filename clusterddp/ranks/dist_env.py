@@ -146,8 +146,7 @@ def master_port(job_id: int, step_id: int, restart_count: int, candidate: int = 
     are coprime to 20000: with equal steps and restarts, only job ids a multiple of 20000 apart
     collide, and the candidates cover every port.
     """
-    offset = job_id * 97 + step_id * 11 + restart_count + candidate * 4001
-    return MIN_PORT + offset % _PORTS
+    return MIN_PORT + (job_id * 97 + step_id * 11 + restart_count + candidate * 4001) % _PORTS
 
 
 def foreign_variables(environ: Mapping[str, str]) -> list[str]:

@@ -201,8 +201,7 @@ def test_import_takes_the_set_from(
 
 
 def test_import_of_the_real_mnist(mnist_dir: Path, tmp_path: Path) -> None:
-    info = import_from(mnist_dir, str(tmp_path))
-    assert info.published
+    assert import_from(mnist_dir, str(tmp_path)).published
 
 
 def test_importing_the_same_set_again_changes_nothing(raw: Path, tmp_path: Path) -> None:

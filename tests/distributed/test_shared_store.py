@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,9 +19,10 @@ BEAT, LONG_BEAT = 0.2, 4.0
 """The short one is for a first process that does not answer; a busy one needs the other."""
 FIRST = """
 import sys
+import time
 from clusterddp.distributed.shared_store import SharedStore
 
-store = SharedStore(sys.argv[1], lambda _: object(), 60, 0.2)
+store = SharedStore(sys.argv[1], lambda: object(), 60, 0.2)
 print("connected", flush=True)
 sys.stdin.read()
 """
@@ -31,10 +34,10 @@ class Rank0:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.connections = self.calls = 0
-        self.gone = self.is_late = False
+        self.gone = False
 
-    def connect(self, is_late: bool) -> "Rank0":
-        self.is_late, self.connections = is_late, self.connections + 1
+    def connect(self) -> "Rank0":
+        self.connections += 1
         return self
 
     def set(self, key: str, value: str) -> None:
@@ -169,7 +172,20 @@ def test_a_process_whose_first_one_is_killed_takes_its_place(
     for rank, store in enumerate(stores):
         store.set(f"progress/{rank}", "1")
     wait_for(lambda: len(rank_0.values) == 3, "all values")
-    assert (rank_0.connections, rank_0.is_late) == (1, False)
+    assert rank_0.connections == 1
+
+
+def test_without_a_route_to_rank_0_a_process_pauses_between_its_attempts(
+    rank_0: Rank0, name: str, first: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    store = SharedStore(name, rank_0.connect, PATIENCE, BEAT)
+    first.kill()
+    first.wait(PATIENCE)
+    monkeypatch.setattr(store, "_open", Mock(side_effect=[TimeoutError, rank_0]))
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    store.set("a", "1")
+    assert (pauses, rank_0.values) == ([BEAT], {"a": b"1"})
 
 
 def test_a_process_whose_first_one_is_stopped_connects_alone(
@@ -179,7 +195,7 @@ def test_a_process_whose_first_one_is_stopped_connects_alone(
     first.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, first.pid, os.WSTOPPED)  # all its threads
     store.set("progress/1", "1")
-    assert (rank_0.connections, rank_0.is_late, len(rank_0.values)) == (1, True, 1)
+    assert (rank_0.connections, rank_0.values) == (1, {"progress/1": b"1"})
     late = SharedStore(name, rank_0.connect, BEAT, BEAT)
     assert late.check(["progress/1"])
 
@@ -188,7 +204,7 @@ def test_a_store_that_does_not_answer_is_not_left_for_gone(name: str) -> None:
     """The call waits, as one of torch's does, and whoever comes next can connect."""
     answers = iter([TimeoutError(), None])
 
-    def connect(is_late: bool) -> Rank0:
+    def connect() -> Rank0:
         if error := next(answers):
             raise error
         return Rank0()

@@ -182,8 +182,7 @@ def test_cancelling_during_the_set_up_starts_no_task(tmp_path: Path, begin: Begi
         "--setup", "touch setting-up", "--setup", "sleep 600", "--", "touch", "ran",
     )  # fmt: skip
     wait_for((tmp_path / "setting-up").exists, "the set-up begins")
-    cancelled = subprocess.run([*CLUSTERDDP, "cancel", "a"], cwd=tmp_path, check=False)
-    assert cancelled.returncode == 0
+    assert subprocess.run([*CLUSTERDDP, "cancel", "a"], cwd=tmp_path, check=False).returncode == 0
     job.communicate(timeout=120)
     assert job.returncode == 1
     assert not (tmp_path / "ran").exists()

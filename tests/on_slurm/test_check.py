@@ -190,5 +190,4 @@ def test_more_tasks_than_the_nodes_take_are_refused(cluster: SlurmCluster) -> No
     script = "#!/bin/bash\n#SBATCH -N2 -n8 --ntasks-per-node=2\nsrun python t.py\n"
     (found,) = [e for e in check_texts({"job.sh": script}) if e.rule == "ntasks-product"]
     assert "sbatch refuses the job" in found.why
-    asked = cluster.run(["sbatch", "/dev/stdin"], input=script)
-    assert asked.returncode != 0
+    assert cluster.run(["sbatch", "/dev/stdin"], input=script).returncode != 0

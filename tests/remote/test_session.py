@@ -82,8 +82,7 @@ def test_a_host_that_cannot_be_reached(host: Host) -> None:
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=touch pwned", "a b", "", "a;b"])
 def test_what_is_no_host_is_refused(host: Host, name: str) -> None:
-    answer = host.run("runs", on=name)
-    assert answer.returncode == 2
+    assert host.run("runs", on=name).returncode == 2
     assert host.connections() == 0
 
 

@@ -151,8 +151,7 @@ def test_before_the_first_attempt_nothing_is_paid(run: RunDir) -> None:
 @pytest.mark.parametrize("nodelist", ["", "h[01-", "localhost"])
 def test_a_list_of_nodes_that_cannot_be_read_costs_nothing_else(run: RunDir, nodelist: str) -> None:
     attempt_of(run, (0, 1), spent(0, 1, 0, 0), nodelist=nodelist)
-    usage = measured(run, **TRAINING)
-    assert usage.node_hours == (1.0 if nodelist == "localhost" else 2.0)
+    assert measured(run, **TRAINING).node_hours == (1.0 if nodelist == "localhost" else 2.0)
 
 
 def test_clocks_that_differ_make_no_part_negative(run: RunDir) -> None:

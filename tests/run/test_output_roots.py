@@ -36,8 +36,7 @@ def test_a_submission_notes_its_folder_of_runs_once(workplace: Workplace, state:
         assert workplace.invoke(*argv).code == 0
     assert (state / "clusterddp/output-roots").read_text() == f"{workplace.root}\n"
     workplace.command("sbatch", "/bin/cat >/dev/null; echo no >&2; exit 1")
-    refused = workplace.invoke("submit", "--run-name=c", "--runs-dir=x", "--", "true")
-    assert refused.code == 2
+    assert workplace.invoke("submit", "--run-name=c", "--runs-dir=x", "--", "true").code == 2
     assert known_runs_dirs() == [workplace.root]
 
 

@@ -387,8 +387,7 @@ def test_a_job_that_will_never_start_is_to_be_cancelled(
 def test_the_next_command_of_an_array_element_is_sbatchs(run: RunDir) -> None:
     element = RunDir(run.path.rename(run.path.with_name("mnist-1-3")))
     write_events(element, submitted(), begun(1), left(1, "stopped", "stopped"))
-    command = run_status(element, {}, now=200).next_command
-    assert command == f"sbatch --array=3 {element.script}"
+    assert run_status(element, {}, now=200).next_command == f"sbatch --array=3 {element.script}"
 
 
 def test_an_array_element_without_records_has_been_submitted(run: RunDir) -> None:

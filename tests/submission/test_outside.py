@@ -233,8 +233,7 @@ def test_relative_paths_that_leave_the_copy_are_named(
 
 def test_the_verdict_names_a_path_that_leads_nowhere_in_the_copy(tree: Path) -> None:
     write(tree, {"train.py": "open('../data/x')\n"})
-    done = rehearse("--", sys.executable, "train.py")
-    assert done.returncode == 1
+    assert rehearse("--", sys.executable, "train.py").returncode == 1
     shown = subprocess.run([*CLUSTERDDP, "status", "a"], capture_output=True, text=True, check=True)
     said = "leads outside the copy of the code in which the command ran: '../data/x' (train.py"
     assert said in shown.stdout

@@ -165,8 +165,7 @@ def test_an_error_longer_than_the_pipe_holds_does_not_block(task: Any) -> None:
 
 
 def test_sys_exit_keeps_its_code(task: Any) -> None:
-    started = task("child = lambda: sys.exit(3)")
-    assert started.end() == 3
+    assert task("child = lambda: sys.exit(3)").end() == 3
 
 
 def test_what_is_left_in_the_buffers_is_printed(task: Any) -> None:

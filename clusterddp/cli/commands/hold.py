@@ -50,8 +50,7 @@ def command(
     """
     from clusterddp.submission.hold import hold_spec, submit_hold
 
-    spec = hold_spec(given_by(ctx), run_name or generate_name("hold"))
-    run = submit_hold(spec, idle)
+    run = submit_hold(hold_spec(given_by(ctx), run_name or generate_name("hold")), idle)
     try:
         status = _await_nodes(run)
     except KeyboardInterrupt:

@@ -104,8 +104,7 @@ def command(
     from clusterddp.worker.nccl_log import NcclLog
     from clusterddp.worker.supervise import supervise
 
-    own = Attempt(RunDir(run_dir), attempt) if attempt else None
-    nccl = NcclLog(os.environ, env, own)
+    nccl = NcclLog(os.environ, env, Attempt(RunDir(run_dir), attempt) if attempt else None)
     listen = stop.requested.listen
     started = partial(supervise, attempt=attempt, own_log=own_log, listen=listen)
     return started(run_dir, env, child, began=nccl.began)

@@ -392,8 +392,7 @@ def test_a_hostile_folder_is_carried(workplace: Workplace) -> None:
     training(workplace)
     root = workplace.root.rename(workplace.folder / "it's $(touch pwned); x")
     workplace.command("squeue", RUNS)
-    got = workplace.invoke("stop", "one", "--runs-dir", str(root))
-    assert got.code == 0
+    assert workplace.invoke("stop", "one", "--runs-dir", str(root)).code == 0
     assert Attempt(RunDir(root / "one"), 1).stop_reason() == "stop"
     assert not list(Path(workplace.folder).rglob("pwned"))
 

@@ -533,8 +533,7 @@ def test_help_shows_what_everybody_needs_and_help_all_groups_all_options() -> No
     shown = re.findall(r"^  (?:-\w, )?--(\S+)", short.partition("Precedence")[0], re.MULTILINE)
     assert shown[:2] == ["nodes", "gpus-per-node"] and len(shown) <= 12
     assert "help-all" in shown and "help" in shown
-    titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
-    assert titles == [*GROUPS]
+    assert re.findall(r"^(\S.*):$", text, re.MULTILINE) == [*GROUPS]
     assert "[default: ddp.sbatch.j2]" in text
     for option in (each for each in command.params if isinstance(each, click.Option)):
         assert option.hidden or option.opts[0].lstrip("-") in text

@@ -526,8 +526,7 @@ def test_trials_that_are_refused_leave_the_sweep_as_it_was(
 ) -> None:
     kept = {path: path.read_bytes() for path in (sweep.spec, sweep.script)}
     workplace.command("sbatch", "echo no >&2; exit 1")
-    done = workplace.invoke("resume", "s", "--sweep", "n=10")
-    assert done.code == 2
+    assert workplace.invoke("resume", "s", "--sweep", "n=10").code == 2
     assert {path: path.read_bytes() for path in kept} == kept
     assert not sweep.trial(10).path.exists()
 

@@ -330,5 +330,4 @@ def test_options_become_the_configuration_and_its_argv_the_options() -> None:
 def test_only_commands_that_a_person_types_read_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTERDDP_BATCH_SIZE", "7")
     for settings, batch_size in ((True, 7), (False, TrainConfig().batch_size)):
-        config = options_command(settings).main([], standalone_mode=False)
-        assert config.batch_size == batch_size
+        assert options_command(settings).main([], standalone_mode=False).batch_size == batch_size
