@@ -43,7 +43,7 @@ def busy_core(cluster: SlurmCluster, host: str) -> Undo:
     _set_cores(cluster, host, {max(cores)})
     # So many that a machine with other work on it, which slows the others down, hides it not.
     spin = ["taskset", "-c", str(max(cores)), "sh", "-c", "echo; while :; do :; done"]
-    busy = [cluster.popen_on(host, spin, stdout=subprocess.PIPE) for _ in range(48)]
+    busy = [cluster.popen_on(host, spin, stdout=subprocess.PIPE) for _ in range(16)]
     for each in busy:
         assert each.stdout and each.stdout.readline(), "it has not begun"
 
