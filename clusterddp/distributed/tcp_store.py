@@ -125,7 +125,7 @@ def client(address: str, port: int, seconds: float, *, ask_name_servers: bool) -
 def listener_address(env: DistEnv) -> str:
     """Return the numeric address of what listens at the master address.
 
-    Raises RuntimeError if nothing does, as torch would try for long, and TimeoutError if the
+    Raises RuntimeError if nothing does, because torch would try for long, and TimeoutError if the
     address cannot be looked up or reached for now.
     """
     try:

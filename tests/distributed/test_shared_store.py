@@ -19,7 +19,6 @@ BEAT, LONG_BEAT = 0.2, 4.0
 """The short one is for a first process that does not answer; a busy one needs the other."""
 FIRST = """
 import sys
-import time
 from clusterddp.distributed.shared_store import SharedStore
 
 store = SharedStore(sys.argv[1], lambda: object(), 60, 0.2)
