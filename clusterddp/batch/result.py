@@ -108,7 +108,7 @@ def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
             _signalled,
             _suspended,
         ),
-        _failed,
+        *(_signalled_early, _failed),
     )
     results = (rule(evidence) for rule in rules)
     found = next((result for result in results if result), None) or _unexplained(evidence)
@@ -327,10 +327,20 @@ class Evidence:
         preempted = word is Ending.CANCELLED and srun_lines.was_preempted(self.job_log)
         return Ending.PREEMPTED if preempted else word
 
-    @property
+    @cached_property
     def has_no_loop(self) -> bool:
-        """True if the ranks run a command that has saved nothing with clusterddp."""
-        return not self.keeps_records and not self.has_final_record and self.steps_gained is None
+        """True if the ranks run a command that saves nothing with clusterddp."""
+        if self.keeps_records or self.has_final_record or self.steps_gained is not None:
+            return False
+        from clusterddp.scripts import check  # rarely needed
+
+        # A Loop that has not begun has left no record.
+        return not (self.spec and check.uses_clusterddp(self.spec.command, self.program_folder))
+
+    @property
+    def program_folder(self) -> Path:
+        """Directory in which the command starts, or its copy."""
+        return self.run.code_folder if self.run.code_folder.is_dir() else Path.cwd()
 
     @cached_property
     def saved_clause(self) -> str:
@@ -548,22 +558,26 @@ def _suspended(evidence: Evidence) -> AttemptResult | None:
     )
 
 
+def _signalled_early(evidence: Evidence) -> AttemptResult | None:
+    """Return the result if a signal to stop ended ranks that do not handle it, or not yet."""
+    failure = evidence.failure
+    number = (failure.exit_code or 0) - 128 if failure else 0
+    if failure is None or number not in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        return None
+    if evidence.has_no_loop and any(o.rank == failure.rank for o in evidence.outcomes):
+        if number == signal.SIGTERM:
+            return None
+        line = f"{failure.describe()}: the command does not handle that signal: {_LOST}"
+        ended = Ended(cause=Cause.FAILED, exit_code=evidence.code, first_failure=failure)
+        return AttemptResult(replace(ended, code=end_codes.NOT_SAVED), (line,))
+    line = f"rank {failure.rank} got {signal.Signals(number).name} before it could save a checkpoint"
+    return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_STOPPED), (line,))
+
+
 def _failed(evidence: Evidence) -> AttemptResult | None:
     run, failure = evidence.run, evidence.failure
     if failure is None:
         return None
-    if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
-        if not evidence.keeps_records and any(o.rank == failure.rank for o in evidence.outcomes):
-            why = f"the command does not handle that signal: {_LOST}"
-            line, code = f"{failure.describe()}: {why}", end_codes.NOT_SAVED
-            return AttemptResult(
-                Ended(
-                    cause=Cause.FAILED, exit_code=evidence.code, first_failure=failure, code=code
-                ),
-                (line,),
-            )
-        line = f"rank {failure.rank} got a signal to stop before it had installed a handler"
-        return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_STOPPED), (line,))
     if _is_late_step_end(evidence, failure):
         line = f"{failure.describe()}: Slurm ended this step late, in place of the lost node's"
         return AttemptResult(
@@ -652,9 +666,7 @@ def _missing_line(evidence: Evidence, ended: Ended) -> str:
         return ""
     from clusterddp.scripts import check  # rarely needed
 
-    folder = evidence.run.code_folder
-    folder = folder if folder.is_dir() else Path.cwd()
-    missing = check.missing_line_of(evidence.spec.command, folder)
+    missing = check.missing_line_of(evidence.spec.command, evidence.program_folder)
     return f"to save and resume, {missing.advice} {'; '.join(missing.code)}" if missing else ""
 
 

@@ -150,13 +150,7 @@ def missing_line_of(command: Sequence[str], folder: Path) -> MissingLine | None:
 
     folder: directory in which the COMMAND starts.
     """
-    if any("clusterddp." in word for word in command):  # LightningCLI's options name classes
-        return None
-    program, file = nested_launcher.started(command)
-    module = nested_launcher.module_of(command)
-    name = file or (f"{module.replace('.', '/')}.py" if module else program)
-    texts = dict(_texts(folder / name)) if name.endswith(".py") else {}
-    modules = {module for text in texts.values() for module in _imported(text)}
+    texts, modules = _program(command, folder)
     if "clusterddp" in modules or not any(map(NAMES.search, texts.values())):
         return None
     for path, text in texts.items():
@@ -168,6 +162,23 @@ def missing_line_of(command: Sequence[str], folder: Path) -> MissingLine | None:
         if missing:
             return replace(missing, file=shown)
     return None
+
+
+def uses_clusterddp(command: Sequence[str], folder: Path) -> bool:
+    """Return whether a COMMAND's script, or a module next to it, imports clusterddp."""
+    return "clusterddp" in _program(command, folder)[1]
+
+
+def _program(command: Sequence[str], folder: Path) -> tuple[dict[Path, str], set[str]]:
+    """Return the texts of a COMMAND's script and of its modules, and what they import."""
+    program, file = nested_launcher.started(command)
+    module = nested_launcher.module_of(command)
+    name = file or (f"{module.replace('.', '/')}.py" if module else program)
+    texts = dict(_texts(folder / name)) if name.endswith(".py") else {}
+    modules = {module for text in texts.values() for module in _imported(text)}
+    # LightningCLI's options name classes.
+    named = {"clusterddp"} if any("clusterddp." in word for word in command) else set()
+    return texts, modules | named
 
 
 def _texts(script: Path) -> Iterator[tuple[Path, str]]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -958,6 +959,38 @@ def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: W
     got = finish_attempt(workplace, run, 138, requeue=True)
     assert last(run, "ended")["cause"] == "failed"
     assert f"does not handle that signal: {LOST}" in got.out
+
+
+@pytest.mark.parametrize("loop", ["train.py", "model.py", "record"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_before_the_loop_has_begun_interrupts_the_run(
+    workplace: Workplace, name: str, loop: str
+) -> None:
+    run = command_run(workplace)
+    workplace.monkeypatch.chdir(workplace.folder)
+    (workplace.folder / "train.py").write_text("import model\n")
+    if loop == "record":  # an earlier attempt had one
+        run.resolved.write_text("{}")
+    else:
+        (workplace.folder / loop).write_text("from clusterddp.loop import Loop\nimport model\n")
+    code = 128 + signal.Signals[name]
+    for rank in range(2):
+        record(run, rank, code, signal=name)
+    got = finish_attempt(workplace, run, code)
+    ended = last(run, "ended")
+    assert (got.code, ended["cause"], ended["code"]) == (75, "signal", "CD1208")
+    assert f"rank 0 got {name} before it could save a checkpoint [CD1208]" in got.out
+    assert "resume with: clusterddp resume own" in got.out
+    assert "failed first" not in got.out
+    finish_attempt(workplace, run, code, requeue=True)
+    assert kinds(run)[-1] == "requeued"
+
+
+def test_a_command_without_a_loop_that_dies_of_term_has_failed(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    record(run, 0, 143, signal="SIGTERM")
+    assert finish_attempt(workplace, run, 143, requeue=True).code == 143
+    assert last(run, "ended")["cause"] == "failed"
 
 
 LOST = "what it trained since its own last checkpoint is lost"

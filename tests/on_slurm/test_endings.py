@@ -55,6 +55,13 @@ class Hangs(nn.Linear):
 def hang():
     return Hangs(784, 10)
 """
+# A script whose Loop has not begun, which takes as long as its imports.
+BEFORE = """
+import os, pathlib, time
+pathlib.Path("up-" + os.environ["CLUSTERDDP_WAY"]).touch()
+time.sleep(600)
+from clusterddp.loop import Loop
+"""
 UP = 'touch "up-$CLUSTERDDP_WAY"; '
 SLEEP = "while :; do sleep 1; done"
 # The first start says once that it has more to do.
@@ -193,6 +200,9 @@ WAYS = {
     ),
     "a script exits with 0 on TERM twice in a row": Way(
         ("--requeue",), f'trap "exit 0" TERM; {UP} {SLEEP}', Struck.tell_to_end_twice, ("ddp",)
+    ),
+    "a script gets TERM before its Loop, requeue off": Way(
+        (), "python before.py", Struck.tell_to_end
     ),
     "`clusterddp stop` of a script that exits with 0": Way(
         (), f'trap "exit 0" USR1; {UP} {SLEEP}', Struck.stop_handled
@@ -380,12 +390,15 @@ def carry_out(
 ) -> dict[tuple[str, str], Seen]:
     """Queue these runs, strike those that are to be struck, and wait for the end of all."""
     (folder / "model.py").write_text(MODEL)
+    (folder / "before.py").write_text(BEFORE)
 
     def start(tried: tuple[str, str]) -> Seen:
         name, launcher = tried
         way, run_name = WAYS[name], f"{launcher}-{list(WAYS).index(name)}"
         where = [] if "--nodes" in way.options else ["--nodelist", "h01"]
-        what = ["--", "bash", "-c", way.command] if way.command else []
+        of_python = way.command.startswith("python ")
+        words = way.command.split() if of_python else ["bash", "-c", way.command]
+        what = ["--", *words] if way.command else []
         data = [] if way.command else ["--data-dir", str(synthetic_dir)]
         done = submit(
             cluster, folder, *LAUNCHERS[launcher], *where, *way.options, *data, "--no-snapshot",
