@@ -19,6 +19,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import records
 from clusterddp.run.attempt import Attempt, attempts
+from clusterddp.run.events import Cause, Ended
 from clusterddp.run.history import History
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
@@ -145,7 +146,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     resolved = files.read(records.Agreement, run.resolved) or records.Agreement(precision="")
     report = final or records.Report()
     ranks = _ranks(report, points, known)
-    past = _summaries(report.attempts or (history.summaries() if known else ()), known)
+    past = _summaries(report.attempts or (history.summaries() if known else ()), known, history)
     if past and not past[-1].cause:
         past[-1] = replace(past[-1], cause=status.state)
     figures = _figures(report, points, resolved, status, spec.train if spec else None)
@@ -327,22 +328,32 @@ def _grey_values(record: records.WorstImage) -> bytes | None:
 
 
 def _summaries(
-    recorded: Sequence[records.AttemptSummary], known: Sequence[Attempt]
+    recorded: Sequence[records.AttemptSummary], known: Sequence[Attempt], history: History
 ) -> list[records.AttemptSummary]:
     """List the attempts of a run, latest last; `known` are the attempts with a directory."""
     summaries = {each.attempt: each for each in recorded}
+    ends = {event.attempt: event for event in history.every(Ended)}
     for attempt in known:
         summary = summaries.get(attempt.number) or records.AttemptSummary(attempt.number)
-        summaries[attempt.number] = _add_cause(summary, attempt)
+        end = ends.get(attempt.number) or Ended()
+        summaries[attempt.number] = _add_cause(summary, attempt, end)
     return [summaries[number] for number in sorted(summaries)]
 
 
-def _add_cause(summary: records.AttemptSummary, attempt: Attempt) -> records.AttemptSummary:
-    """Add the cause that the attempt itself recorded, if it explains more."""
+def _add_cause(
+    summary: records.AttemptSummary, attempt: Attempt, end: Ended
+) -> records.AttemptSummary:
+    """Add the cause that the attempt itself recorded, if it explains more.
+
+    end: event of its end; without one the ranks' records say which failed first.
+    """
     if summary.cause not in ("", "killed", "failed", "stopped"):
         return summary
     final_record = attempt.read_final_record()
     if final_record and final_record.cause not in ("", "failed"):
         return replace(summary, cause=final_record.cause, why=final_record.reason)
-    failure = first_failure(read_outcomes(attempt.outcomes))
-    return replace(summary, cause="failed", why=failure.describe()) if failure else summary
+    failure = end.first_failure
+    if not (failure or end.cause):
+        failure = first_failure(read_outcomes(attempt.outcomes))
+    cause = end.cause or (Cause.FAILED if failure else summary.cause)
+    return replace(summary, cause=cause, why=failure.describe() if failure else summary.why)

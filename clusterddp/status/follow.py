@@ -329,8 +329,14 @@ class _Watch:
         reasons = [*status.restart_reasons, *filter(None, [status.pending_restart_reason])]
         known = len(reasons) if self._requeues is None else self._requeues
         for reason in reasons[known:]:
-            self._log(f"requeued: {reason}")
+            self._log(": ".join(["requeued", reason, *self._failure(reason)]))
         self._requeues = len(reasons)
+
+    def _failure(self, reason: str) -> list[str]:
+        """Return the failure for which the run was requeued, if any, as a list of one."""
+        ends = History.read(self._run).every(events.Ended) if reason == events.Cause.FAILED else []
+        failed = [end.first_failure.describe() for end in ends[-1:] if end.first_failure]
+        return failed or [end.how for end in ends[-1:] if end.how]
 
     def _log_problem(self, problem: str) -> None:
         if problem and problem != self._problem:

@@ -331,6 +331,30 @@ def test_follow_tells_why_a_run_was_requeued(
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("end", "shown"),
+    [
+        ({"first_failure": FAILURE}, f": {BOOM}"),
+        ({"how": "the job was ended: all hang"}, ": the job was ended: all hang"),
+        ({}, ""),
+    ],
+)
+def test_follow_tells_the_failure_for_which_a_run_was_requeued(
+    workplace: Workplace, capfd: pytest.CaptureFixture[str], end: dict[str, object], shown: str
+) -> None:
+    run = workplace.run("one", submitted("7"))
+    story(
+        workplace, run, f"{attempt('started', 1, nodelist=HOSTS)}; {say('RUNNING')}",
+        f"{attempt('ended', 1, exit_code=1, cause='failed', **end)}; {say('RUNNING')}",
+        f"{attempt('requeued', 1, why='failed')}; {say('PENDING', 'BeginTime')}",
+        f"{attempt('started', 2, restart=1, nodelist=HOSTS)}; {say('RUNNING')}",
+        f"{attempt('ended', 2, restart=1, exit_code=0, cause='done')}; {say('COMPLETED')}",
+    )  # fmt: skip
+    assert follow(run) == 0
+    assert told(capfd.readouterr().err).count(f"requeued: failed{shown}") == 1
+
+
+@pytest.mark.usefixtures("quick")
 def test_follow_goes_over_to_the_next_job(
     workplace: Workplace, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -175,7 +175,7 @@ def test_starts_are_told_with_why_each_ended(workplace: Workplace) -> None:
     workplace.command("squeue", "echo '12|RUNNING|None'")
     got = workplace.invoke("report")
     assert (
-        "attempts   3, 10 steps repeated, 1m40s lost\n"
+        "attempts   3, 10 steps repeated, 1m40s from checkpoint to restart\n"
         "           1  steps 0 to 40; time limit\n"
         "           2  steps 40 to 70; killed\n"
         "           3  steps 60 to 80; running\n"
@@ -183,6 +183,36 @@ def test_starts_are_told_with_why_each_ended(workplace: Workplace) -> None:
     [report] = objects(workplace)
     assert [one["cause"] for one in report["attempts"]] == ["time limit", "killed", "running"]
     assert (report["num_attempts"], report["repeated_steps"]) == (3, 10)
+
+
+@pytest.mark.parametrize(
+    ("end", "shown"),
+    [
+        ({"cause": "preempted"}, "preempted"),
+        ({"cause": "failed", "first_failure": FAILURE}, f"failed: {BOOM}"),
+        ({}, "failed: rank 1 on h02 failed first: killed by SIGTERM (cancelled, time limit or "
+         "preempted) (logs/rank-1.log)"),
+    ],
+)  # fmt: skip
+def test_an_attempt_in_which_no_ranks_met_has_the_recorded_cause(
+    workplace: Workplace, end: dict[str, Any], shown: str
+) -> None:
+    run = workplace.run("one", submitted("12"))
+    for number in (1, 2):
+        add_event(run, "started", job_id="12", restart=number - 1, attempt=number)
+    if end:
+        add_event(run, "ended", job_id="12", attempt=1, exit_code=143, **end)
+    outcomes = Attempt(run, 1).outcomes
+    outcomes.mkdir(parents=True)
+    Attempt(run, 2).outcomes.mkdir(parents=True)
+    record = {
+        "rank": 1, "local_rank": 0, "node_rank": 1, "host": "h02", "pid": 1, "job_id": "12",
+        "restart": 0, "step_id": "0", "started": 1.0, "ended": 2.0, "exit_code": 143,
+        "signal": "SIGTERM", "error": None,
+    }  # fmt: skip
+    (outcomes / "rank-1.json").write_text(json.dumps(record))
+    workplace.command("squeue", "echo '12|RUNNING|None'")
+    assert f"           1  no training step; {shown}\n" in workplace.invoke("report").out
 
 
 def test_what_was_paid_and_who_was_slow_stand_in_the_account(workplace: Workplace) -> None:

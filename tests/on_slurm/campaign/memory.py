@@ -199,10 +199,10 @@ KINDS: dict[str, Callable[[Scene], None]] = {
     "preempted-without-grace": _preempted,
 }
 OF_KIND = {
-    "hung": ["--on-hang", "end", "--hang-timeout", "4s"],
+    "hung": ["--on-hang", "end", "--hang-timeout", "15s"],
     "killed-while-saving": ["--save-every", "2s"],
 }
-"""Options of a run that is struck so."""
+"""Options of a run that is struck so. Four rows at once import torch for more than 4 s."""
 
 
 # -- a run that is struck ------------------------------------------------------------------------
