@@ -125,6 +125,8 @@ class RunStatus:
     """Epoch of the latest step, from 1."""
     loss: float | None = None
     """Latest training loss in metrics.jsonl."""
+    loss_step: int | None = None
+    """Step of that loss, because metrics are recorded every few steps."""
     accuracy: float | None = None
     """Accuracy on the test set: from the report if there is one, else from the last evaluation."""
     excluded_nodes: Mapping[str, str] = field(default_factory=dict)
@@ -218,7 +220,7 @@ def run_status(
     is_stuck = state == RunState.RUNNING and _ignores_stop(submission, job, now)
     hang = _describe_hang(_latest_attempt(run)) if state == RunState.RUNNING else ""
     figures, lines = report or Report(), _last_lines(run.metrics)
-    latest = _merge_lines(lines)
+    latest, loss_step = _merge_lines(lines)
     done = progress(_latest_attempt(run), lines)
     checkpoint = newest_checkpoint(run.checkpoints)
     failure = _failure(run, state, submission, manual_run)
@@ -246,6 +248,7 @@ def run_status(
         expected_start=_expected_start(state, job, waits),
         epoch=coalesce(figures.epochs, latest.epoch),
         loss=latest.loss,
+        loss_step=loss_step,
         accuracy=coalesce(figures.accuracy, latest.accuracy),
         excluded_nodes=_excluded_nodes(history, state, known.job_id),
         warnings=_warnings(run, figures, known.attempt, known.end.remark if known.end else ""),
@@ -506,16 +509,17 @@ def _last_lines(path: Path) -> list[MetricsLine]:
     return [line for values in tail if (line := files.load(MetricsLine, values)) is not None]
 
 
-def _merge_lines(lines: Sequence[MetricsLine]) -> MetricsLine:
-    latest = MetricsLine()
+def _merge_lines(lines: Sequence[MetricsLine]) -> tuple[MetricsLine, int | None]:
+    """Return the latest value of each field, and the step of the training loss."""
+    latest, loss_step = MetricsLine(), None
     for line in lines:
         if line.step >= 0:
             latest = dataclasses.replace(latest, step=line.step, epoch=line.epoch)
         if line.tested:
             latest = dataclasses.replace(latest, accuracy=line.accuracy)
         elif line.loss is not None:
-            latest = dataclasses.replace(latest, loss=line.loss)
-    return latest
+            latest, loss_step = dataclasses.replace(latest, loss=line.loss), line.step
+    return latest, loss_step
 
 
 def _latest_attempt(run: RunDir) -> Attempt | None:

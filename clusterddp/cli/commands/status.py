@@ -87,15 +87,16 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
 def describe(status: RunStatus) -> str:
     """Format the status as lines of `label  value`; unknown values are omitted."""
     detail = "" if status.detail in status.first_failure else status.detail
-    is_shown = status.state == RunState.STOPPED or f"exit code {status.exit_code}" in status.why()
+    is_shown = status.state == RunState.STOPPED or f"exit code {status.exit_code}" in detail
     took = "took {}" if status.has_ended else "running for {}"
     elapsed = formatting.duration(status.elapsed_seconds) if status.started_time else ""
     left = formatting.duration(status.seconds_left)
+    of_step = "" if status.loss_step in (None, status.step) else f" at step {status.loss_step}"
     progress = formatting.join_known(
         ("step {}", formatting.steps(status.step, status.steps_planned, status.percent_done)),
         ("about {} left", left),
         ("epoch {}", status.epoch),
-        ("training loss {}", formatting.loss(status.loss)),
+        (f"training loss {{}}{of_step}", formatting.loss(status.loss)),
         ("test accuracy {}", formatting.percent(status.accuracy)),
     )
     wait = (status.expected_start or 0.0) - time.time()

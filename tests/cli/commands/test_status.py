@@ -48,6 +48,27 @@ def test_a_failed_run_is_told_with_exit_code_0(workplace: Workplace) -> None:
     assert got.code == 0
     assert f"state       failed: exit code 1\nfailure     {BOOM}\n" in got.out
     assert "next        clusterddp logs --rank 3 bad" in got.out
+    assert "exit code  " not in got.out
+
+
+def test_the_exit_code_is_a_row_where_only_the_failure_names_it(workplace: Workplace) -> None:
+    end = ended("1", 3, first_failure={**FAILURE, "reason": "exit code 3", "exit_code": 3})
+    workplace.run("bad", submitted("1"), started("1"), end)
+    assert "exit code   3\n" in workplace.invoke("status").out
+
+
+@pytest.mark.parametrize(("reached", "of_step"), [(40, ""), (1021, " at step 40")])
+def test_the_loss_has_its_step_if_the_run_is_further(
+    workplace: Workplace, reached: int, of_step: str
+) -> None:
+    run = workplace.run("one", submitted("12"), started("12"))
+    run.metrics.write_text('{"kind": "train", "step": 40, "loss": 0.25}\n')
+    attempt = Attempt(run, 1)
+    attempt.path.mkdir(parents=True)
+    attempt.renew_liveness(reached, None)
+    workplace.command("squeue", "echo '12|RUNNING|None'")
+    progress = f"progress    step {reached}, training loss 0.2500{of_step}\n"
+    assert progress in workplace.invoke("status").out
 
 
 def test_of_several_runs_each_line_ends_with_the_code(workplace: Workplace) -> None:
