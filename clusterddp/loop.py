@@ -326,8 +326,7 @@ class Loop(Resumable):
                 job_id = os.environ.get("SLURM_JOB_ID", "")
                 number = own.number if own else None
                 attempt = resumable.take_attempt(run, number, job_id, _OTHER_LOOP_SECONDS)
-                source = self._publish_attempt(attempt, hosts)
-                settled = str(attempt.path), str(source or ""), None
+                settled = str(attempt.path), str(self._publish_attempt(attempt, hosts) or ""), None
             except CheckpointError as error:
                 settled = coded(error), "", CheckpointError
             except ClusterDDPError as error:
@@ -389,8 +388,7 @@ class Loop(Resumable):
         if spec is None:
             return
         # The torchrun template starts one agent per node; a custom template may as well.
-        is_usual = spec.template == DEFAULT_TEMPLATE
-        tasks = spec.world_size if is_usual else spec.resources.nodes
+        tasks = spec.world_size if spec.template == DEFAULT_TEMPLATE else spec.resources.nodes
         joined = self.world_size
         if "TORCHELASTIC_RUN_ID" in os.environ:
             joined = int(os.environ.get("GROUP_WORLD_SIZE", joined))

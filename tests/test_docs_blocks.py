@@ -245,8 +245,7 @@ def test_python_compiles_and_what_it_imports_of_us_is_there(block: Block) -> Non
     if block.page in RUN_BY:
         assert Path(block.page).name in (ROOT / RUN_BY[block.page]).read_text()
     else:
-        pages = ("docs/signals.md", "docs/sweeps.md", *OTHERS)
-        assert block.page in pages, "no test runs it"
+        assert block.page in ("docs/signals.md", "docs/sweeps.md", *OTHERS), "no test runs it"
 
 
 def test_the_lines_of_the_sweeps_page_record_a_metric(tmp_path: Path) -> None:
@@ -301,8 +300,7 @@ def test_a_tree_has_names_that_the_code_has(block: Block) -> None:
 def test_the_floors_are_those_of_the_package() -> None:
     [floors] = [b.text for b in of_language("shown") if b.text.startswith("cli ")]
     ours = [*(ROOT / "clusterddp").iterdir()]
-    rows = re.findall(r"^(\w+)  ", floors, re.MULTILINE)
-    assert {*rows} <= {path.stem for path in ours}
+    assert {*re.findall(r"^(\w+)  ", floors, re.MULTILINE)} <= {path.stem for path in ours}
     packages = {path.name for path in ours if (path / "__init__.py").is_file()}
     assert [name for name in packages if not re.search(rf"\b{name}\b", floors)] == []
 

@@ -205,8 +205,7 @@ def test_the_script_for_many_devices_runs_as_its_page_says(folder: Path) -> None
     options, _, command = line.partition(" -- ")
     out = typed(folder, f"{options} --runs-dir runs-many -- {command}")
     assert len(re.findall(r"^epoch 3: loss 0\.\d+$", out, re.M)) == 1, "one rank speaks"
-    alone = typed(folder, "python one_device.py")
-    assert "epoch 3: loss 0." in alone
+    assert "epoch 3: loss 0." in typed(folder, "python one_device.py")
     # What both have saved is the plain module's.
     saved = [
         torch.load(path / "model.pt") for path in (folder, run_of(folder, "runs-many") / "code")

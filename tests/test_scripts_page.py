@@ -84,8 +84,7 @@ def of_one(*argv: str) -> Callable[[Workplace], Any]:
 
 def of_sweep(*argv: str) -> Callable[[Workplace], Any]:
     def shown(workplace: Workplace) -> Any:
-        sweep = workplace.sweep("lr", ("lr", "seed"), ("0.1", "0"), ("0.1", "1"))
-        achieve(sweep.trial(0))
+        achieve(workplace.sweep("lr", ("lr", "seed"), ("0.1", "0"), ("0.1", "1")).trial(0))
         workplace.command("squeue", "exit 0")
         return answer(workplace, *argv, "lr", "--json")
 

@@ -161,8 +161,7 @@ class Signals:
             signal.signal(number, lambda *_: None)
         # Child processes inherit the mask: a signal that Slurm sends to the whole job does not
         # kill the scontrol that requeues it.
-        before = signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED)
-        self.were_blocked = signal.SIGUSR1 in before
+        self.were_blocked = signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED)
         """False if earlier signals are lost because `env` could not block them."""
         threading.Thread(target=self._receive, daemon=True).start()
 

@@ -42,8 +42,7 @@ def keep(run: RunDir, idle_seconds: float) -> int:
         for descriptor in (1, 2):
             os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
-        ended = _Hold(run, signals).run(idle_seconds)
-        log.info(f"the hold ends: {ended}")
+        log.info(f"the hold ends: {_Hold(run, signals).run(idle_seconds)}")
     output.remove()
     return 0
 

@@ -570,7 +570,9 @@ def _signalled_early(evidence: Evidence) -> AttemptResult | None:
         line = f"{failure.describe()}: the command does not handle that signal: {_LOST}"
         ended = Ended(cause=Cause.FAILED, exit_code=evidence.code, first_failure=failure)
         return AttemptResult(replace(ended, code=end_codes.NOT_SAVED), (line,))
-    line = f"rank {failure.rank} got {signal.Signals(number).name} before it could save a checkpoint"
+    line = (
+        f"rank {failure.rank} got {signal.Signals(number).name} before it could save a checkpoint"
+    )
     return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_STOPPED), (line,))
 
 
@@ -693,7 +695,10 @@ def _other_python(evidence: Evidence, reason: str) -> str:
     program, *arguments = spec.command
     found = shutil.which(program) or ""
     activated = (os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
-    is_meant = found == spec.python or any(a and Path(found).is_relative_to(a) for a in activated)
+    # `python` and `python3` are two names of an environment's interpreter.
+    is_meant = Path(found).parent == Path(spec.python).parent or any(
+        a and Path(found).is_relative_to(a) for a in activated
+    )
     if is_meant or not re.fullmatch(r"python[0-9.]*", program):
         return ""
     named = spec.python if "/" in spec.python else "ENVIRONMENT/bin/python"

@@ -332,8 +332,7 @@ def _carry_over(
     read(draft / source.name)
     linked = {last}
     if best is None:
-        known = iter_best(attempt.run, attempt)
-        best = next((each for each in known if each.step <= last), None)
+        best = next((each for each in iter_best(attempt.run, attempt) if each.step <= last), None)
     for each in iter_candidates(attempt.run, attempt):
         step = step_of(each.path)
         is_best = best is not None and step == best.step
@@ -543,8 +542,7 @@ def publish(
         if stored_sha256(fresh) != digest:
             raise OSError("the bytes read back differ from those written")
         # The checksum first, so that the checkpoint is valid as soon as its name exists.
-        sums = {path.name: digest, **shards}
-        lines = "".join(f"{each}  {name}\n" for name, each in sums.items())
+        lines = "".join(f"{each}  {name}\n" for name, each in {path.name: digest, **shards}.items())
         write_atomically(checksum_of(path), lines.encode())
         if attempt.is_superseded:
             return False

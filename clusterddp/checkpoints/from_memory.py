@@ -232,8 +232,7 @@ def _steps_of_all(notes: Mapping[int, _Note], world_size: int) -> list[int]:
 
 
 def _folder_of_shards(attempt: Attempt, found: _Snapshot) -> Path:
-    stem = Path(catalog.name_of(found.index.step)).stem
-    return attempt.checkpoints / f".{stem}{_SHARDS}"
+    return attempt.checkpoints / f".{Path(catalog.name_of(found.index.step)).stem}{_SHARDS}"
 
 
 def _write_shards(attempt: Attempt, found: _Snapshot, ranks: Collection[int]) -> None:

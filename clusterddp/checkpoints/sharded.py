@@ -313,8 +313,7 @@ def _digests(folder: Path, group: dist.ProcessGroup | None) -> tuple[dict[str, s
 
 def _first_words(error: BaseException) -> str:
     """Return a rank's own error from torch's report of all ranks."""
-    failures = getattr(error, "failures", None) or {0: (error,)}
-    cause = next(iter(failures.values()))[0]
+    cause = next(iter((getattr(error, "failures", None) or {0: (error,)}).values()))[0]
     words = (str(cause).splitlines() or [type(cause).__name__])[0]
     # How torch's zip writer reports a write(2) that failed or was cut short.
     return f"the disk may be full ({words})" if "unexpected pos" in words else words

@@ -222,8 +222,7 @@ def _columns(parameter: click.Parameter, ctx: click.Context) -> tuple[str, str] 
     if not isinstance(parameter, click.Option) or not (record := parameter.get_help_record(ctx)):
         return None
     short = [name for name in parameter.opts if name[1] != "-"]
-    long = [name for name in parameter.opts if name[1] == "-"]
-    typed = ", ".join([*short, *long])
+    typed = ", ".join([*short, *[name for name in parameter.opts if name[1] == "-"]])
     if parameter.secondary_opts:
         typed = typed.replace("--", "--[no-]")
     elif isinstance(parameter, RequeueOption):

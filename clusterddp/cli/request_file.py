@@ -191,8 +191,7 @@ def _submission_options(given: Given) -> dict[str, Any]:
 
 
 def _is_default(name: str, value: object) -> bool:
-    default = OPTIONS[name.replace("_", "-")].default
-    return value in (None, ()) or str(value) == str(default)
+    return value in (None, ()) or str(value) == str(OPTIONS[name.replace("_", "-")].default)
 
 
 def _toml(value: object) -> str:

@@ -125,7 +125,8 @@ def _line_message(error: click.ClickException) -> str:
 def _near_option(name: str, ctx: click.Context) -> str:
     """Return a similar option of the command, or a command that has this option; or empty."""
     own = [flag for param in ctx.command.params for flag in param.opts]
-    if near := difflib.get_close_matches(name, own, n=1, cutoff=0.75):
+    begun = [flag for flag in own if len(name) > len("--x") and flag.startswith(name)]
+    if near := difflib.get_close_matches(name, own, n=1, cutoff=0.75) or begun:
         return near[0]
     if not name.startswith("--"):
         return ""

@@ -93,8 +93,7 @@ def as_images(batch: Tensor) -> Tensor:
     if batch.dtype is not torch.uint8:
         one_channel = batch.dim() == 4 and batch.shape[1] == 1
         return _with_a_channel(batch.squeeze(1)) if one_channel else batch
-    images = _with_a_channel(batch).to(torch.float32)
-    return images.div_(255).sub_(PIXEL_MEAN).div_(PIXEL_STD)
+    return _with_a_channel(batch).to(torch.float32).div_(255).sub_(PIXEL_MEAN).div_(PIXEL_STD)
 
 
 def _with_a_channel(batch: Tensor) -> Tensor:

@@ -532,8 +532,7 @@ class Reading:
 
     def fingerprint(self) -> str:
         """Return the `fingerprint` of the bytes in use. Raises DataError."""
-        shared = self.wait()
-        self._sha256 = self._sha256 or shared.digest()
+        self._sha256 = self._sha256 or self.wait().digest()
         return self._sha256
 
     def _run(self) -> None:

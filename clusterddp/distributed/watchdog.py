@@ -413,8 +413,7 @@ def _names(ranks: Sequence[int] | Mapping[int, object], beats: Mapping[int, Hear
         f"{'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some))}{host}"
         for host, some in hosts.items()
     ]
-    more = [f"{len(ranks) - 16} more"] if len(ranks) > 16 else []
-    return " and ".join([*groups, *more])
+    return " and ".join([*groups, *([f"{len(ranks) - 16} more"] if len(ranks) > 16 else [])])
 
 
 def _stacks(without: set[int | None]) -> str:

@@ -111,8 +111,7 @@ class ConvNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (N, 1, 28, 28) images to (N, 10) scores."""
-        features = self.layer2(self.layer1(images))
-        scores: Tensor = self.fc(features.flatten(1))
+        scores: Tensor = self.fc(self.layer2(self.layer1(images)).flatten(1))
         return scores
 
 

@@ -334,8 +334,7 @@ def table(
                 "failed" if node.host in result.failed else "",
             )
         )
-    none = ("-",) * (len(rows[0]) - 2)
-    rows += [(host, *none, "no answer") for host in unresponsive]
+    rows += [(host, *(("-",) * (len(rows[0]) - 2)), "no answer") for host in unresponsive]
     return rows
 
 
@@ -621,8 +620,7 @@ def _usual(rates: Sequence[float], nodes: Sequence[Node]) -> float:
     This is the median. Among three or four nodes, a single one takes part in at least half of the
     transfers: there it is the rate that the fastest quarter reaches.
     """
-    share = 0.75 if len(nodes) < _FEW else 0.5
-    return sorted(rates)[int(share * len(rates))] if rates else 0.0
+    return sorted(rates)[int((0.75 if len(nodes) < _FEW else 0.5) * len(rates))] if rates else 0.0
 
 
 def _unexplained(nodes: Sequence[Node], failed: Collection[str]) -> Iterator[str]:

@@ -221,8 +221,7 @@ def infiniband_ports(
         state, physical, rate = (_sysfs(port / file) for file in ("state", "phys_state", "rate"))
         if not state:
             continue
-        number = _number(rate.partition(" ")[0].encode())
-        rates[name] = number if state.endswith("ACTIVE") else 0.0
+        rates[name] = _number(rate.partition(" ")[0].encode()) if state.endswith("ACTIVE") else 0.0
         if not rates[name]:
             states[name] = f"{state.rpartition(' ')[2]}, {physical.rpartition(' ')[2]}"
     return rates, states

@@ -105,8 +105,7 @@ class TaskGroup:
                 process = start_methods.begin(method, function, arguments, env, copy)
         # Only the fork server knows its child's exit code. For other methods the sentinel is
         # useless: descendants that outlive the process keep it open.
-        sentinel = process.sentinel if method == "forkserver" else None
-        self._add(_Task(process, reader, log, sentinel))
+        self._add(_Task(process, reader, log, process.sentinel if method == "forkserver" else None))
 
     def _add(self, task: _Task) -> None:
         if task.reader is not None:

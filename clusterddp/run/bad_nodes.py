@@ -277,8 +277,7 @@ def merge_excludes(
     ones that are no longer bad are dropped.
     """
     own = hosts_of(asked.exclude)
-    others = [host for host in before if host not in known]
-    return list(dict.fromkeys([*own, *others, *chosen]))
+    return list(dict.fromkeys([*own, *[host for host in before if host not in known], *chosen]))
 
 
 def find_repeat_offender(starts: Sequence[PastAttempt]) -> str:

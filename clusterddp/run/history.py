@@ -114,8 +114,7 @@ class History:
 
     def bad_marks(self, attempt: int, by: str = "") -> list[NodesMarkedBad]:
         """List the events that marked nodes bad in an attempt. by: a `bad_nodes.BY_…`, or any."""
-        marked_bad = self.every(NodesMarkedBad, attempt)
-        return [event for event in marked_bad if by in ("", event.by)]
+        return [event for event in self.every(NodesMarkedBad, attempt) if by in ("", event.by)]
 
     def marked_bad(self, attempt: int) -> set[str]:
         """Return the nodes that were marked bad in an attempt."""
@@ -355,8 +354,7 @@ class Policy:
     @classmethod
     def of(cls, spec: JobSpec) -> "Policy":
         """Return the policy of a request."""
-        undecided = spec.requeue is None
-        return cls(bool(spec.requeue), spec.max_requeues, spec.retries, undecided)
+        return cls(bool(spec.requeue), spec.max_requeues, spec.retries, spec.requeue is None)
 
 
 @dataclass(frozen=True)

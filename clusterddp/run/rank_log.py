@@ -55,8 +55,7 @@ class RankLog:
 
     def read_tail(self, most: int) -> bytes:
         """Read the output in the last `most` bytes of the file; none if it cannot be read."""
-        content = files.read_tail(self.path, most)
-        return b"".join(self.own(content.splitlines(keepends=True)))
+        return b"".join(self.own(files.read_tail(self.path, most).splitlines(keepends=True)))
 
 
 def _head(path: Path) -> bytes:

@@ -120,8 +120,7 @@ def _of_own_loop(script: PythonFile) -> MissingLine | None:
         model = _assigned(script, _WRAPPERS, "model")
         optimizer = _assigned(script, _OPTIMIZERS, "optimizer")
         lines = (_LOOP, f"loop = Loop(model={model}, optimizer={optimizer})", _USE)
-        instead = "\n".join((*lines, script.line_at(line)))
-        return MissingLine(line, place, lines, instead, _PAGE)
+        return MissingLine(line, place, lines, "\n".join((*lines, script.line_at(line))), _PAGE)
     return None
 
 

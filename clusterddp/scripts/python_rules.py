@@ -665,8 +665,7 @@ def equal_seeds(script: PythonFile) -> Iterator[Found]:
         seed = _keyword(call, "seed")
         if seed is not None and script.mentions_rank(seed):
             why = "the ranks shuffle with different seeds: they repeat samples and skip others."
-            fixed = _with_keyword(script, call, "seed", "seed=0")
-            yield Found(call.lineno, True, why, fixed)
+            yield Found(call.lineno, True, why, _with_keyword(script, call, "seed", "seed=0"))
     names = set(script.names_in(script.tree))
     if not _manages_ranks(script) or names & _MESHES:
         return

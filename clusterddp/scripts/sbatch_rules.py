@@ -720,8 +720,7 @@ def cpus_for_srun(job: JobScript) -> Iterator[Found]:
 def _with_cpus(job: JobScript, step: SrunCommand) -> str:
     """Return the step's line with the job's CPUs: as srun's option, or exported before it."""
     source = on_one_line(step.command.source)
-    option = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
-    fixed = re.sub(r"\bsrun\b", option, source, count=1)
+    fixed = re.sub(r"\bsrun\b", 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"', source, count=1)
     line = _in_line(job, step.command, fixed)
     if fixed != source:
         return line
@@ -747,8 +746,7 @@ def ntasks_product(job: JobScript) -> Iterator[Found]:
         else f"{nodes} nodes with {per_node} tasks each make {product} tasks, but "
         f"--ntasks={ntasks} takes precedence."
     )
-    right = _with_directive(directive, f"--ntasks={product}")
-    yield Found(directive.line, True, why, right)
+    yield Found(directive.line, True, why, _with_directive(directive, f"--ntasks={product}"))
 
 
 def _with_directive(directive: Directive, option: str) -> str:

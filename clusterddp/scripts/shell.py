@@ -705,8 +705,7 @@ class _Reader:
             match = re.compile(r"`((?:[^`\\]|\\.)*)`?", re.DOTALL).match(text, begin)
             assert match is not None
             self.at = match.end()
-            inside = re.sub(r"\\([`$\\])", r"\1", match[1])
-            commands = self.commands_of(inside, line)
+            commands = self.commands_of(re.sub(r"\\([`$\\])", r"\1", match[1]), line)
             return self.unknown(begin, line, quoted, commands)
         if text.startswith("${", begin):
             return self.braces(quoted)

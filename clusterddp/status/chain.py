@@ -146,8 +146,7 @@ def find(runs_dir: Path, text: str) -> tuple[str, str]:
     name, _, condition = text.rpartition(":")
     if condition not in CONDITIONS:
         name, condition = text, OK
-    found = find_sweep(runs_dir, name) or find_run(runs_dir, name)
-    return os.path.abspath(found.path), condition
+    return os.path.abspath((find_sweep(runs_dir, name) or find_run(runs_dir, name)).path), condition
 
 
 def check_awaited(spec: JobSpec) -> list[Awaited]:

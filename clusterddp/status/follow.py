@@ -157,8 +157,7 @@ def how_it_ended(status: RunStatus) -> str:
 def log_end(run: RunDir, status: RunStatus) -> int:
     """Log how a run has ended; return the command's exit code: 0 done, 75 stopped, else 1."""
     log.info(f"{run.name}: {how_it_ended(status)}")
-    codes = {RunState.DONE: EXIT_DONE, RunState.STOPPED: EXIT_STOPPED}
-    return codes.get(status.state, EXIT_FAILED)
+    return {RunState.DONE: EXIT_DONE, RunState.STOPPED: EXIT_STOPPED}.get(status.state, EXIT_FAILED)
 
 
 def default_log(run: RunDir, status: RunStatus) -> Path:

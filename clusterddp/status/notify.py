@@ -81,8 +81,7 @@ def send(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -
         return False
     with contextlib.suppress(OSError):
         files.write_record(mark, notice)
-    content = {**status.as_dict(), "notified_by": by, "notified_time": now}
-    words = json.dumps(files.finite(content))
+    words = json.dumps(files.finite({**status.as_dict(), "notified_by": by, "notified_time": now}))
     try:
         with _log_of(run, f"{by}: {status.state}") as output:
             code, problem = _run(spec, f"{words}\n".encode(), _folder(run), output)

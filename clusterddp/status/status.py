@@ -220,7 +220,7 @@ def run_status(
     is_stuck = state == RunState.RUNNING and _ignores_stop(submission, job, now)
     hang = _describe_hang(_latest_attempt(run)) if state == RunState.RUNNING else ""
     figures, lines = report or Report(), _last_lines(run.metrics)
-    latest, loss_step = _merge_lines(lines)
+    latest = _merge_lines(lines)
     done = progress(_latest_attempt(run), lines)
     checkpoint = newest_checkpoint(run.checkpoints)
     failure = _failure(run, state, submission, manual_run)
@@ -247,8 +247,7 @@ def run_status(
         seconds_left=done.seconds_left if state == RunState.RUNNING and not hang else None,
         expected_start=_expected_start(state, job, waits),
         epoch=coalesce(figures.epochs, latest.epoch),
-        loss=latest.loss,
-        loss_step=loss_step,
+        **_loss_fields(lines),
         accuracy=coalesce(figures.accuracy, latest.accuracy),
         excluded_nodes=_excluded_nodes(history, state, known.job_id),
         warnings=_warnings(run, figures, known.attempt, known.end.remark if known.end else ""),
@@ -509,17 +508,21 @@ def _last_lines(path: Path) -> list[MetricsLine]:
     return [line for values in tail if (line := files.load(MetricsLine, values)) is not None]
 
 
-def _merge_lines(lines: Sequence[MetricsLine]) -> tuple[MetricsLine, int | None]:
-    """Return the latest value of each field, and the step of the training loss."""
-    latest, loss_step = MetricsLine(), None
+def _merge_lines(lines: Sequence[MetricsLine]) -> MetricsLine:
+    latest = MetricsLine()
     for line in lines:
         if line.step >= 0:
             latest = dataclasses.replace(latest, step=line.step, epoch=line.epoch)
         if line.tested:
             latest = dataclasses.replace(latest, accuracy=line.accuracy)
-        elif line.loss is not None:
-            latest, loss_step = dataclasses.replace(latest, loss=line.loss), line.step
-    return latest, loss_step
+    return latest
+
+
+def _loss_fields(lines: Sequence[MetricsLine]) -> dict[str, Any]:
+    for line in reversed(lines):
+        if line.loss is not None and not line.tested:
+            return {"loss": line.loss, "loss_step": line.step if line.step >= 0 else None}
+    return {}
 
 
 def _latest_attempt(run: RunDir) -> Attempt | None:
@@ -725,8 +728,7 @@ def _next_command(
         return f"clusterddp logs -f {run.cli_name}"
     again = run.resume_command
     # A run that was cancelled before it started has no logs; a local one was in no queue.
-    logs = run.rank_log(0), run.job_log
-    is_silent = not any(path.exists() for path in logs)
+    is_silent = not any(path.exists() for path in (run.rank_log(0), run.job_log))
     if state == RunState.CANCELLED:
         was_due = not (submission.end and submission.end.cause == Cause.NOT_DUE)
         if submission.requeue_reason or has_checkpoint or not was_due:

@@ -275,8 +275,7 @@ def test_the_outputs_of_both_attempts_lie_below_their_dividers(job: Callable[...
 
 
 def test_what_a_process_of_the_set_up_prints_later_is_kept(job: Callable[..., Job]) -> None:
-    late = "(while [ ! -e up ]; do sleep 0.02; done; echo late; touch go) &"
-    started = job(setup=(late,))
+    started = job(setup=("(while [ ! -e up ]; do sleep 0.02; done; echo late; touch go) &",))
     started.end()
     assert "\nlate\n" in started.log
     assert not started.out.exists()
@@ -391,8 +390,7 @@ def test_the_lines_begin_with_no_signal_blocked_or_ignored(job: Callable[..., Jo
             signal.signal(number, action)
     assert started.end() == 4
     lines = (started.folder / "masks").read_text().splitlines()
-    masks = [int(line.split()[1], 16) for line in lines]
-    assert masks == [0, 0]
+    assert [int(line.split()[1], 16) for line in lines] == [0, 0]
 
 
 def test_a_job_that_was_submitted_from_inside_another_one_is_its_own(
@@ -502,8 +500,7 @@ def test_where_the_folder_of_submission_takes_nothing_the_log_has_the_lines_of_t
     more: dict[str, str], job: Callable[..., Job], tmp_path: Path
 ) -> None:
     (tmp_path / "jobs/a/logs").mkdir(parents=True)
-    environ = {"SLURM_SUBMIT_DIR": "/nowhere", **more}
-    started = job(setup=("echo early", "exit 4"), environ=environ)
+    started = job(setup=("echo early", "exit 4"), environ={"SLURM_SUBMIT_DIR": "/nowhere", **more})
     assert started.end() == 4
     assert "early\n" in started.log
 
@@ -574,8 +571,7 @@ def test_a_fault_of_the_controller_costs_the_step_and_not_the_verdict(
     monkeypatch.setattr(controller, "free_master_port", fail)
     own, _ = controller_of(tmp_path, monkeypatch)
     assert own.run(lambda _: [], lambda _: None) == 1
-    events = read_events(RunDir(tmp_path / "a"))
-    (ended,) = [event for event in events if event["event"] == "ended"]
+    (ended,) = [event for event in read_events(RunDir(tmp_path / "a")) if event["event"] == "ended"]
     assert (ended["cause"], ended["exit_code"]) == ("failed", 1)
 
 
@@ -678,8 +674,7 @@ def test_where_there_is_no_room_for_its_clusterddp_the_attempt_runs_all_the_same
 
 def insert(script: str, ahead: str, line: str) -> str:
     """Put a line behind the one that begins with some words."""
-    begin = script.index(ahead)
-    end = script.index("\n", begin) + 1
+    end = script.index("\n", script.index(ahead)) + 1
     return script[:end] + line + script[end:]
 
 

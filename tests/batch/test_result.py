@@ -88,8 +88,7 @@ def record(run: RunDir, rank: int, code: int, *, number: int = 1, **fields: Any)
 
 def leave(run: RunDir, number: int = 1, **fields: Any) -> None:
     """Rank 0's last word, and the ranks' exit codes that go with it."""
-    attempt = Attempt(run, number)
-    attempt.end.write_text(json.dumps(fields))
+    Attempt(run, number).end.write_text(json.dumps(fields))
     for rank in (0, 1):
         record(run, rank, 0 if fields["cause"] == "done" else 75, number=number)
 
@@ -352,6 +351,7 @@ def test_a_python_of_another_environment_is_named_where_it_lacks_a_module(
     [
         ((sys.executable, "t.py"), "", ""),
         (("python", "t.py"), "", "bin/python"),
+        (("python", "t.py"), "", "bin/python3"),
         (("python", "t.py"), "VIRTUAL_ENV", ""),
         (("python", "t.py"), "CONDA_PREFIX", ""),
     ],
@@ -644,8 +644,7 @@ def test_slurm_does_not_requeue_a_preempted_job_whose_run_is_to_end(
     if why == "stop":
         add_event(run, "stop_requested", job_id="17", attempt=1)
     capped = {"max_requeues": 0} if why == "cap" else {}
-    requeue = why != "requeue is off"
-    assert finish_attempt(workplace, run, 0, requeue=requeue, **capped).code == 75
+    assert finish_attempt(workplace, run, 0, requeue=why != "requeue is off", **capped).code == 75
     assert last(run, "ended")["cause"] == "preempted"
     forbidden = "scontrol update JobId=17 Requeue=0" in workplace.calls
     assert forbidden == (version == "24.11.5")
@@ -940,8 +939,7 @@ def test_ranks_that_lost_each_other_after_a_suspension_are_started_again(
 ) -> None:
     """Where one rank alone was stopped, the others have waited for it in earnest."""
     for rank in (0, 1):
-        more = {"continued": 149.0} if rank in went_on else {}
-        record(run, rank, 1, error=TIMED_OUT, **more)
+        record(run, rank, 1, error=TIMED_OUT, **{"continued": 149.0} if rank in went_on else {})
     saved(run)
     got = finish_attempt(workplace, run, 1, requeue=True)
     ended = last(run, "ended")

@@ -45,8 +45,7 @@ def attempt(tmp_path: Path) -> Attempt:
 
 
 def record(attempt: Attempt, rank: int, host: str, **fields: object) -> None:
-    record = json.dumps(content(rank, host, **fields))
-    outcome.rank_path(attempt.outcomes, rank).write_text(record)
+    outcome.rank_path(attempt.outcomes, rank).write_text(json.dumps(content(rank, host, **fields)))
 
 
 def content(rank: int, host: str, **fields: object) -> dict[str, object]:
@@ -188,8 +187,7 @@ def test_a_node_that_the_request_demands_is_used_at_once_and_the_record_says_so(
     assert own._preflight(attempt, ["h01", "h02"]) == {}
     assert list(spares.nodes_to_avoid(attempt.run)) == ["h02"]
     kept = files.read(PreflightRecord, attempt.preflight)
-    used = "failed: h02; required by --nodelist, used anyway: h02"
-    assert kept and kept.summary == used
+    assert kept and kept.summary == "failed: h02; required by --nodelist, used anyway: h02"
     assert kept.failed == record.failed
 
 
@@ -479,8 +477,7 @@ def test_between_the_attempts_of_a_job_the_run_is_running() -> None:
     lost = ended(1, cause="node lost", attempt=1)
     resumed = {"event": "resumed_in_job", "job_id": "7", "attempt": 1, "nodelist": "h01,h03"}
     history = [events.parse(e) for e in (submitted(), started(attempt=1), lost, resumed)]
-    found = latest_submission(history)
-    state, _ = judge(found, None, JobState(State.RUNNING), None, 180.0)
+    state, _ = judge(latest_submission(history), None, JobState(State.RUNNING), None, 180.0)
     assert state == "running"
 
 

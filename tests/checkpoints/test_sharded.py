@@ -108,8 +108,7 @@ def rank_trains_meanwhile(rank: int, world_size: int, folder: Path) -> list[int]
 
     training.run(look)
     assert training.saved == [6, 3]
-    path = training.checkpoints / catalog.name_of(3)
-    sharded.restore(path, training.loop._shards)
+    sharded.restore(training.checkpoints / catalog.name_of(3), training.loop._shards)
     assert all(map(torch.equal, training.weights, third))
     return before
 

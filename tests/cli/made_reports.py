@@ -78,8 +78,7 @@ def evaluate(run: RunDir, step: int = 10 * ROUNDS) -> None:
     worst = [
         {"index": 77, "label": 4, "predicted": 9, "loss": 6.5, "shape": [3, 4], "pixels": pixels}
     ]
-    record = {"step": step, "confusion": confusion, "worst": worst}
-    run.evaluation.write_text(json.dumps(record))
+    run.evaluation.write_text(json.dumps({"step": step, "confusion": confusion, "worst": worst}))
 
 
 def attempt(run: RunDir, number: int, *, step: int, last: int, **end: Any) -> Attempt:

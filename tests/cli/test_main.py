@@ -47,6 +47,7 @@ def test_a_refusal_ends_with_its_code(argv: list[str], code: str, tmp_path: Path
     [(["jobs"], "no such command 'jobs'. Did you mean 'runs'?"),
      (["resubmit"], "no such command 'resubmit'. Did you mean 'resume'?"),
      (["submit", "--node=2"], "no such option '--node'. Did you mean '--nodes'?"),
+     (["submit", "--gpu=2"], "no such option '--gpu'. Did you mean '--gpus-per-node'?"),
      (["status", "--lines=3"], "no such option '--lines'. Did you mean 'clusterddp logs --lines'?"),
      (["submit", "--nodes=x"], "--nodes: 'x' is not valid. Use a whole number from 1 to 1000000."),
      (["submit", "--launcher=x"], "--launcher: 'x' is not one of sbatch, submitit, local, held."),
@@ -143,8 +144,7 @@ def test_a_closed_stdout_is_no_crash(tmp_path: Path) -> None:
 def test_a_quick_command_leaves_at_once_and_a_profiled_one_does_not(tmp_path: Path) -> None:
     registered = "import atexit; atexit.register(print, 'at exit')\n"
     assert "at exit" not in command(*DRY_RUN, code=registered + COMMAND, cwd=tmp_path).stdout
-    profiled = "import sys; sys.setprofile(lambda *_: None)\n"
-    code = registered + profiled + COMMAND
+    code = registered + "import sys; sys.setprofile(lambda *_: None)\n" + COMMAND
     assert "at exit" in command(*DRY_RUN, code=code, cwd=tmp_path).stdout
 
 

@@ -138,8 +138,7 @@ def test_a_recipe_that_is_typed_takes_the_place_of_a_runs_settings() -> None:
     before = asked("--recipe", "fast", "--lr", "0.001")
     recorded(before)
     assert asked("--config", "a") == before
-    plain = asked("--recipe", "fast")
-    assert asked("--config", "a", "--recipe", "fast").train == plain.train
+    assert asked("--config", "a", "--recipe", "fast").train == asked("--recipe", "fast").train
 
 
 def test_a_secret_is_saved_by_name_and_said() -> None:

@@ -32,8 +32,7 @@ CPU = torch.device("cpu")
 
 
 def in_memory(synthetic_dir: Path) -> Images:
-    held = mnist.read("synthetic", str(synthetic_dir))
-    return Images(*held.tensors(train=True), CPU)
+    return Images(*mnist.read("synthetic", str(synthetic_dir)).tensors(train=True), CPU)
 
 
 def test_a_batch_holds_the_very_values_of_the_datasets_own_transform(synthetic_dir: Path) -> None:
@@ -219,8 +218,7 @@ class AtOnce(Noisy):
 def drawn(workers: int = 0, seen: int = 0, salt: int = 0, kind: type[Noisy] = Noisy) -> Tensor:
     """What is drawn for the batches of an epoch of 100 images, after those that were seen."""
     loaded = Loader(kind([None] * 100), CPU, workers)
-    batches = loaded.batches(torch.arange(100)[seen:], 20, salt)
-    return torch.stack([images for images, _ in batches])
+    return torch.stack([images for images, _ in loaded.batches(torch.arange(100)[seen:], 20, salt)])
 
 
 def test_random_transforms_are_the_same_whoever_reads_and_wherever_a_run_was_cut_off() -> None:

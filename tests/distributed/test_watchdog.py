@@ -193,8 +193,7 @@ def beats_until(
     while not found(dog):
         assert clock.now < began + 1000
         for other in {*range(world_size)} - {*silent, rank}:
-            posted = beat(3, BACKWARD)._replace(number=len(beats))
-            store.set(f"progress/{other}", posted.to_json())
+            store.set(f"progress/{other}", beat(3, BACKWARD)._replace(number=len(beats)).to_json())
         store.calls = store.keys = 0
         exchange._round(store)  # type: ignore[arg-type]
         beats.append((store.calls, store.keys))

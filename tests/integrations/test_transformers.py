@@ -51,8 +51,7 @@ def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def data() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.rand(SAMPLES, 5, generator=generator)
+    rows = torch.rand(SAMPLES, 5, generator=torch.Generator().manual_seed(1))
     return [{"x": row[:4], "labels": row[4:]} for row in rows]
 
 
@@ -221,8 +220,7 @@ def test_a_stopped_training_ends_as_one_that_was_not(
     run = Run(tmp_path / "stopped", **arguments)
     for at in stops:
         run.attempt(at)
-    ended = run.attempt()
-    assert_equal(ended, expected)
+    assert_equal(run.attempt(), expected)
     assert run.events == whole.events
 
 
@@ -338,8 +336,7 @@ def test_another_number_of_ranks_trains_the_rest_of_all_epochs(tmp_path: Path) -
     # Eleven batches are six of two ranks: the last ones begin again at the epoch's start.
     assert sorted({*before, *rest}) == [*range(SAMPLES)]
     assert len(before) + len(rest) == SAMPLES + 2
-    again = [number for read, _, _ in ranks for number in read[6:]]
-    assert sorted(set(again)) == [*range(SAMPLES)]
+    assert sorted({number for read, _, _ in ranks for number in read[6:]}) == [*range(SAMPLES)]
 
 
 def test_early_stopping_counts_over_attempts_and_a_finished_training_trains_nothing(
@@ -369,8 +366,7 @@ def test_two_trainings_in_one_script_each_resume_in_their_own(tmp_path: Path) ->
         trainer.train()
         trainer.train()
 
-    whole = Run(tmp_path / "whole", num_train_epochs=1)
-    expected = whole.attempt(train=both)
+    expected = Run(tmp_path / "whole", num_train_epochs=1).attempt(train=both)
     run = Run(tmp_path / "stopped", num_train_epochs=1)
     first = resume(run.trainer(), directory=run.path / "run")
     first.train()

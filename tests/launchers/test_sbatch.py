@@ -215,8 +215,7 @@ def test_a_directive_can_be_left_out() -> None:
 
 def test_without_the_shells_variables_only_those_passed_by_name_come_along() -> None:
     assert "--export=NONE" in sbatch.directives(spec(export="NONE"))
-    named = spec(export="NONE", pass_environment=("A", "B"))
-    assert "--export=A,B" in sbatch.directives(named)
+    assert "--export=A,B" in sbatch.directives(spec(export="NONE", pass_environment=("A", "B")))
 
 
 @dataclass

@@ -311,14 +311,12 @@ class SlurmCluster:
 
         Asked of squeue, not `scontrol show job`, where a hostile job name can forge a state.
         """
-        argv = ["squeue", "-h", "-r", "-t", "all", "-j", str(job_id), "-o", "%T"]
-        answer = self.run(argv)
+        answer = self.run(["squeue", "-h", "-r", "-t", "all", "-j", str(job_id), "-o", "%T"])
         states = answer.stdout.split()
         if answer.returncode != 0 or not states:
             raise self._error(f"Slurm knows no job {job_id}: {answer.stderr.strip()}")
         going_on = [state for state in states if state not in FINAL_STATES]
-        went_wrong = [state for state in states if state != "COMPLETED"]
-        return (going_on or went_wrong or states)[0]
+        return (going_on or [state for state in states if state != "COMPLETED"] or states)[0]
 
     def wait_job(self, job_id: str | int, timeout: float = 240) -> str:
         """Waits until the job is over for good and returns its final state word."""
@@ -376,8 +374,7 @@ class SlurmCluster:
         try:
             _until(all_idle, timeout, "an idle cluster", pause=0.1)
         except TimeoutError as error:
-            message = f"after {timeout} s the cluster was not idle: {seen}"
-            raise self._error(message) from error
+            raise self._error(f"after {timeout} s the cluster was not idle: {seen}") from error
 
     def _kill_tasks(self) -> None:
         """Ends the tasks of cancelled jobs now: scancel has no signal that spares KillWait."""
@@ -486,8 +483,7 @@ class SlurmCluster:
         if self.gpus_per_host:
             for number in range(self.gpus_per_host):
                 # Slurm only asks that the file be there; this one is /dev/null under a GPU's name.
-                device = folder / "dev" / f"nvidia{number}"
-                os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+                os.mknod(folder / "dev" / f"nvidia{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
             files = f"{folder}/dev/nvidia[0-{self.gpus_per_host - 1}]"
             kind = f"Type={self.gpu_type} " if self.gpu_type else ""
             (folder / "gres.conf").write_text(f"Name=gpu {kind}File={files}\n")

@@ -34,15 +34,13 @@ def test_a_run_goes_on_after_it_was_cleaned(
     wait_for(lambda: told(cluster, tmp_path, "one")["seconds_left"], "the time left", LONG)
     status = told(cluster, tmp_path, "one")
     assert (status["state"], status["steps_planned"]) == ("running", 120)
-    alone = typed(cluster, tmp_path, "clean", "--yes")
-    assert "skipped: 1 running" in alone.stderr
+    assert "skipped: 1 running" in typed(cluster, tmp_path, "clean", "--yes").stderr
     at_work = typed(cluster, tmp_path, "clean", "one", "--yes")  # all is its present attempt's
     assert "nothing to remove" in at_work.stderr
     assert typed(cluster, tmp_path, "stop", "one").returncode == 0
     wait_for(lambda: told(cluster, tmp_path, "one")["state"] == "stopped", "the stop", LONG)
     assert "stopped, can resume" in typed(cluster, tmp_path, "clean", "--yes").stderr
-    named = typed(cluster, tmp_path, "clean", "one", "--yes", "--json")
-    [cleaned] = json.loads(named.stdout)
+    [cleaned] = json.loads(typed(cluster, tmp_path, "clean", "one", "--yes", "--json").stdout)
     assert len([item for item in cleaned["items"] if item["kind"] == "checkpoint"]) >= 3
     assert len(list(run.attempts.rglob("*.pt"))) == 1
     done = typed(cluster, tmp_path, "resume", "one", "--wait")

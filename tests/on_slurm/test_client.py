@@ -182,8 +182,7 @@ def test_submission_from_inside_a_job_is_as_from_a_login_shell(
 
 
 def clusterddp(cluster: SlurmCluster, root: Path, *argv: str) -> tuple[int, str, str]:
-    command = [*CLUSTERDDP, argv[0], "--runs-dir", str(root), *argv[1:]]
-    got = cluster.run(command, timeout=120)
+    got = cluster.run([*CLUSTERDDP, argv[0], "--runs-dir", str(root), *argv[1:]], timeout=120)
     return got.returncode, got.stdout, got.stderr
 
 
@@ -240,5 +239,4 @@ def test_elements_of_an_array_are_runs_that_live_and_are_cancelled_one_by_one(
         assert f"(job {array}_{index})" in out
         wait_for(lambda others=others: left() <= others, "the element has left the queue")
         assert left() == others
-    after = states(cluster, tmp_path)
-    assert after["a-1"] == "running"
+    assert states(cluster, tmp_path)["a-1"] == "running"

@@ -64,8 +64,7 @@ class Site:
         }
         if runtime == PODMAN:
             for host in cluster.hosts:
-                script = ["sh", "-ec", _HOSTS_OWN, "sh", str(folder)]
-                cluster.run_on(host, script, check=True)
+                cluster.run_on(host, ["sh", "-ec", _HOSTS_OWN, "sh", str(folder)], check=True)
 
     @property
     def options(self) -> list[str]:
@@ -175,8 +174,7 @@ def test_a_run_in_containers_of_two_hosts_trains_to_the_end(
     report = read_json(run.report)
     assert report is not None
     assert (report["steps"], report["hosts"]) == (STEPS, ["h01", "h02"])
-    outcomes = read_outcomes(Attempt(run, 1).outcomes)
-    assert [outcome.exit_code for outcome in outcomes] == [0, 0]
+    assert [outcome.exit_code for outcome in read_outcomes(Attempt(run, 1).outcomes)] == [0, 0]
     assert {path.stat().st_uid for path in run.path.rglob("*")} == {os.getuid()}
 
 
@@ -221,8 +219,7 @@ def test_where_srun_has_pyxis_it_is_given_the_containers(
     ]  # fmt: skip
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     env = {"PATH": path, "PYTHONPATH": "/nowhere", "NCCL_DEBUG": "INFO"}
-    done = cluster.run(argv, cwd=tmp_path, env=env, check=True)
-    job = str(json.loads(done.stdout)["job_id"])
+    job = str(json.loads(cluster.run(argv, cwd=tmp_path, env=env, check=True).stdout)["job_id"])
     assert cluster.wait_job(job) == "COMPLETED", cluster.log_tail()
     run = RunDir(tmp_path / "jobs/px")
     words = (tmp_path / "words").read_text().splitlines()
@@ -253,8 +250,7 @@ def test_an_ordinary_users_containers_write_that_users_files(
             os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
         site.env |= {"HOME": str(home), "USER": None, "LOGNAME": None}
         site.env |= {"XDG_DATA_HOME": str(folder / "user"), "XDG_RUNTIME_DIR": None}
-        data = ["--data-dir", str(home / "data")]
-        job = site.submit(home, "whole", *data)
+        job = site.submit(home, "whole", *["--data-dir", str(home / "data")])
         assert cluster.wait_job(job) == "COMPLETED", cluster.log_tail()
         run = RunDir(home / "jobs/whole")
         report = read_json(run.report)
@@ -426,8 +422,7 @@ def test_what_one_host_lacks_is_named_and_nothing_starts_again(
         if site.cluster.run_on("h01", ["test", "-e", "/usr/bin/python3"]).returncode:
             said = " has no /usr/bin/python3 that runs"  # nor any other package
     data = ["--data-dir", str(synthetic_dir)]
-    job = site.submit(tmp_path, "lacks", *data, *options, image=image)
-    state = site.cluster.wait_job(job)
+    state = site.cluster.wait_job(site.submit(tmp_path, "lacks", *data, *options, image=image))
     if what == "runtime":
         site.cluster.run_on("h02", ["umount", hide[-1]], check=True)
     assert state == "FAILED"

@@ -118,5 +118,4 @@ def test_an_ordinary_user_sees_what_is_open_to_them_and_a_site_of_another_kind(
         elsewhere = diagnosis(site, home, "--runs-dir", "/root-of-others", who=AS_NOBODY)
         assert elsewhere["code"] == 1 and elsewhere["runs directory"]["result"] == ERROR
         assert site.run(["squeue", "-h", "-t", "all"], check=True).stdout == ""
-        as_root = diagnosis(site, home)
-        assert results(as_root)["partition high"] == OK
+        assert results(diagnosis(site, home))["partition high"] == OK

@@ -92,8 +92,7 @@ class Struck:
     def stop(self) -> None:
         trains = self.run.current / "attempt.json"
         wait_for(trains.exists, f"training: {self.run.path}")
-        argv = [*CLUSTERDDP, "stop", self.run.name]
-        self.cluster.run(argv, cwd=self.folder, check=True)
+        self.cluster.run([*CLUSTERDDP, "stop", self.run.name], cwd=self.folder, check=True)
 
     def stop_handled(self) -> None:
         self.cluster.run([*CLUSTERDDP, "stop", self.run.name], cwd=self.folder, check=True)
@@ -135,8 +134,7 @@ class Struck:
         self.cluster.run(["scontrol", "requeue", self.job_id], check=True)
 
     def refuse_requeue(self) -> None:
-        update = ["scontrol", "update", f"JobId={self.job_id}", "Requeue=0"]
-        self.cluster.run(update, check=True)
+        self.cluster.run(["scontrol", "update", f"JobId={self.job_id}", "Requeue=0"], check=True)
         (self.folder / f"go-{self.run.name}").touch()
 
     def alter_its_clusterddp(self) -> None:

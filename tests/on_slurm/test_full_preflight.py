@@ -177,8 +177,7 @@ def test_what_begins_after_quick_checks_is_found_by_full_ones(
         wait_for(lambda: causes(run), "the end", LONG)
     finally:
         undo()
-    said = run.job_log.read_text()
-    assert list(marked_bad(run)) == [BAD], said
+    assert list(marked_bad(run)) == [BAD], run.job_log.read_text()
     assert re.match(reason, marked_bad(run)[BAD])
     assert causes(run) == ["preflight"]
     [ended] = [event for event in read_events(run) if event["event"] == "ended"]

@@ -168,8 +168,7 @@ def test_the_stand_in_gives_the_variables_of_a_real_step(
     assert ranks
     for name in ranks:
         real = variables(tmp_path / "jobs/sbatch/logs" / name)
-        stand_in = variables(tmp_path / "jobs/local/logs" / name)
-        assert stand_in == real, name
+        assert variables(tmp_path / "jobs/local/logs" / name) == real, name
         gpus = "0,1" if "--gpus-per-node" in request_ else None  # all of the node, in each task
         assert real.get("CUDA_VISIBLE_DEVICES") == gpus
 

@@ -167,8 +167,7 @@ def test_a_stopped_run_is_not_held_by_an_expedited_requeue(
     slurm_available: None, tmp_path: Path, synthetic_dir: Path,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
-    conf = {"SlurmctldParameters": "enable_expedited_requeue"}
-    cluster = SlurmCluster(hosts=1, conf=conf)
+    cluster = SlurmCluster(hosts=1, conf={"SlurmctldParameters": "enable_expedited_requeue"})
     if cluster.release < (25, 11):
         record_property(SKIPPED_FOR_VERSION, True)
         pytest.skip("this Slurm is older than 25.11: refused, as the test above shows")
@@ -203,8 +202,7 @@ def test_stop_reaches_a_run_that_waits_to_be_requeued(
         wait_for(lambda: cluster.job_state(job_id) == "PENDING", "the job's end")
         status = told(cluster, tmp_path, "waits")
         assert (status["state"], status["pending_restart_reason"]) == ("queued", "signal"), status
-        stopped = typed(cluster, tmp_path, "stop", "waits")
-        assert "had not started: cancelled" in stopped.stdout
+        assert "had not started: cancelled" in typed(cluster, tmp_path, "stop", "waits").stdout
         assert cluster.wait_job(job_id) == "CANCELLED"
     finally:
         cluster.run(["scontrol", "update", "PartitionName=main", "State=UP"], check=True)

@@ -128,8 +128,7 @@ def test_a_gpu_whose_memory_is_in_use_costs_its_node_and_what_all_gpus_have_cost
         four, tmp_path, "--gpus-per-node=2", env={"LD_LIBRARY_PATH": str(tmp_path)}
     )
     assert status["state"] == "stopped", run.job_log.read_text()
-    in_use = "GPU 1: 3.0 GiB in use, by process 99999991, process 99999992"
-    assert marked_bad(run) == {BAD: in_use}
+    assert marked_bad(run) == {BAD: "GPU 1: 3.0 GiB in use, by process 99999991, process 99999992"}
     said = run.job_log.read_text()
     for what in ("GPU fabric", "GPU links"):
         assert (

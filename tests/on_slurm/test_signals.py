@@ -87,8 +87,7 @@ def stops_and_goes_on(
     assert left is not None
     assert left["cause"] == "stopped", logs(run)
     assert HELD_AT <= left["step"] < STEPS
-    stopped = read_outcomes(first.outcomes)
-    assert [each.exit_code for each in stopped] == [EXIT_STOPPED] * 2
+    assert [each.exit_code for each in read_outcomes(first.outcomes)] == [EXIT_STOPPED] * 2
     assert second.read_record().step == left["step"]
     assert not Attempt(run, 3).path.exists()
     # The submission's own line comes from the login host, perhaps after the start's.

@@ -139,11 +139,9 @@ def test_the_loss_of_an_idle_spare_ends_no_job(hosts: SlurmCluster, tmp_path: Pa
         return str(hosts.run(show, check=True).stdout).partition(" NumNodes=")[2].split()[0]
 
     wait_for(lambda: nodes_left() == "2", "that the spare is given back", LONG)
-    lost = f"node {spare} is lost: it was an idle spare, "
-    assert lost in run.job_log.read_text()
+    assert f"node {spare} is lost: it was an idle spare, " in run.job_log.read_text()
     # As slurmctld does after SlurmdTimeout, with all jobs that still have the node.
-    down = ["scontrol", "update", f"NodeName={spare}", "State=DOWN", "Reason=lost"]
-    hosts.run(down, check=True)
+    hosts.run(["scontrol", "update", f"NodeName={spare}", "State=DOWN", "Reason=lost"], check=True)
     (tmp_path / "go").touch()
     assert hosts.wait_job(first["job_id"]) == "COMPLETED", run.job_log.read_text()
     [end], [marked_bad] = of_kind(run, "ended"), of_kind(run, "nodes_marked_bad")
@@ -220,8 +218,7 @@ def test_a_node_that_froze_is_replaced_and_publishes_nothing_when_it_is_back(
     hold.wait(2)
     wait_for(lambda: newest_checkpoint(run.checkpoints), "a checkpoint")
     [first] = of_kind(run, "started")
-    lost = first["nodelist"].split(",")[1]
-    thaw = frozen(hosts, lost)
+    thaw = frozen(hosts, first["nodelist"].split(",")[1])
     hold.release()
     wait_for(Attempt(run, 2).read_record, "a second attempt", LONG)
     orphan = Attempt(run, 1)
@@ -251,8 +248,7 @@ def test_a_program_error_takes_no_spare_and_a_bad_node_is_one(
     assert done.returncode == 0, done.stderr
     run = RunDir(jobs / "wrong")
     wait_ended(run, 1)
-    job_id = of_kind(run, "started")[0]["job_id"]
-    assert hosts.wait_job(job_id) == "FAILED"
+    assert hosts.wait_job(of_kind(run, "started")[0]["job_id"]) == "FAILED"
     [started], [ended] = of_kind(run, "started"), of_kind(run, "ended")
     assert (started["nodelist"], started["spares"]) == ("h01,h03,h04", ["h02"])
     assert (ended["cause"], ended["exit_code"]) == ("failed", 3)

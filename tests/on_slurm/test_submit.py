@@ -180,8 +180,7 @@ def test_slurm_reads_directives_as_they_were_typed(
         assert rendered.exit_code == 0, rendered.stderr
         job = cluster.run(["sbatch", "--parsable"], input=rendered.stdout, cwd=tmp_path)
         assert job.returncode == 0, job.stderr
-        shown = cluster.run(["scontrol", "show", "job", job.stdout.strip()]).stdout
-        lines = shown.split("\n")
+        lines = cluster.run(["scontrol", "show", "job", job.stdout.strip()]).stdout.split("\n")
         assert [line.strip() for line in lines if line.strip().startswith("Comment=")] == [
             f"Comment={value}".strip()
         ]

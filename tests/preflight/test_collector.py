@@ -271,8 +271,7 @@ def test_a_probe_leaves_where_the_batch_host_has_gone(job: Job) -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    started = job.probe("a")
-    assert started.wait(PATIENCE) in (0, 1)
+    assert job.probe("a").wait(PATIENCE) in (0, 1)
     thread.join(PATIENCE)
     assert heard.is_set()
 

@@ -87,8 +87,7 @@ def test_a_fault_is_named_with_its_gpu(values: dict[str, Any], answer: tuple[int
 
 
 def test_of_more_gpus_than_were_granted_the_jobs_are_looked_at() -> None:
-    others = Nvml(count=8, lost=(0, 1, 2, 3, 4, 5))
-    assert gpus.check(2, ["6", "7"], others) == (2, "")
+    assert gpus.check(2, ["6", "7"], Nvml(count=8, lost=(0, 1, 2, 3, 4, 5))) == (2, "")
 
 
 FIRST, SECOND = (f"GPU-0123456{n}-89ab-cdef-0123-456789abcdef" for n in (0, 1))
@@ -114,8 +113,7 @@ FIRST, SECOND = (f"GPU-0123456{n}-89ab-cdef-0123-456789abcdef" for n in (0, 1))
 def test_of_gpus_named_by_uuid_or_not_at_all_no_other_jobs_is_looked_at(
     values: dict[str, Any], visible: list[str], answer: tuple[int, str]
 ) -> None:
-    others = Nvml(**{"count": 8, "lost": range(8), **values})
-    assert gpus.check(2, visible, others) == answer
+    assert gpus.check(2, visible, Nvml(**{"count": 8, "lost": range(8), **values})) == answer
 
 
 def test_without_granted_gpus_nothing_is_looked_at() -> None:

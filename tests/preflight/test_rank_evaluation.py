@@ -120,8 +120,7 @@ def test_a_node_all_of_whose_all_reduces_are_slow_is_told_from_its_partners(node
 
 
 def test_one_slow_adapter_of_several_is_found_by_its_local_rank() -> None:
-    judged = evaluate_ranks(slow_links(ranks(4, each=4), 6), nccl=False)
-    [(host, reason)] = judged.failed.items()
+    [(host, reason)] = evaluate_ranks(slow_links(ranks(4, each=4), 6), nccl=False).failed.items()
     assert host == "h1"
     assert "(local rank 2) reach at most 1.0 MB/s" in reason
 
@@ -187,16 +186,14 @@ def test_the_better_of_two_measurements_counts_but_a_wrong_product_stays() -> No
 
 def test_the_table_has_a_row_for_each_node_with_its_slowest_rank() -> None:
     several = changed(ranks(3, each=2, within=6e6), 3, fault="1 is wrong", speed=2e10, within=5e6)
-    judged = evaluate_ranks(several, nccl=False)
-    rows = rank_table(several, judged.failed)
+    rows = rank_table(several, evaluate_ranks(several, nccl=False).failed)
     assert rows[0] == ("node", "ranks", "on", "product", "speed", "within", "pairs", "")
     assert rows[2] == (
         *("h1", "2-3", "cpu", "wrong on rank 3", "20.0 GFLOP/s", "5.0 MB/s"),
         *(f"{median([USUAL]) / 1e6:,.1f} MB/s", "failed"),
     )
     assert rows[3][-1] == ""
-    alone = ranks(1)
-    assert rank_table(alone, {})[1][1:7] == ("0", "cpu", "right", "50.0 GFLOP/s", "-", "-")
+    assert rank_table(ranks(1), {})[1][1:7] == ("0", "cpu", "right", "50.0 GFLOP/s", "-", "-")
 
 
 class _Passed(list[RankMeasurements]):

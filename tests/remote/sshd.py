@@ -38,8 +38,7 @@ class Host:
         (folder / "user.pub").rename(folder / "authorized")
         self._server = folder / "sshd_config"
         self.serve(login_shell)
-        known = f"near {(folder / 'host.pub').read_text()}"
-        (folder / "known_hosts").write_text(known)
+        (folder / "known_hosts").write_text(f"near {(folder / 'host.pub').read_text()}")
         (folder / "config").write_text(
             f"Host near\n HostKeyAlias near\n IdentityFile {folder}/user\n"
             f" UserKnownHostsFile {folder}/known_hosts\n StrictHostKeyChecking yes\n"

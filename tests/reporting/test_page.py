@@ -173,8 +173,7 @@ def test_one_world_size_alone_is_no_scaling(workplace: Workplace) -> None:
 
 
 def test_many_ranks_are_a_band_with_the_slowest_named(workplace: Workplace) -> None:
-    rates = tuple(1000.0 + rank for rank in range(20))
-    achieve(workplace.run("one", *DONE), rates=rates)
+    achieve(workplace.run("one", *DONE), rates=tuple(1000.0 + rank for rank in range(20)))
     _, page = write(workplace)
     assert "20 ranks: median, with a band from slowest to fastest" in page.text
     assert "rank 0 on h01 (slowest)" in page.text
@@ -218,8 +217,7 @@ def test_a_run_of_one_line_of_metrics_is_drawn(workplace: Workplace, ranks: int)
 
 
 def test_marks_stand_at_points_that_no_line_leads_to() -> None:
-    nothing = float("nan")
-    values = [1.0, nothing, 2.0, 3.0, None, 4.0]
+    values = [1.0, float("nan"), 2.0, 3.0, None, 4.0]
     line = plots.Line(list(enumerate(values)), "#000000")
     assert plots.marked(line) == [0, 5]
     assert plots.marked(dataclasses.replace(line, strong=True)) == [0, 2, 3, 5]

@@ -63,8 +63,7 @@ def test_publishing_leads_the_runs_own_names_to_the_attempt(run: RunDir) -> None
         assert run.current.readlink() == Path(f"attempts/{number:04d}")
         assert run.metrics.read_text() == f"{number}\n"
         assert made.read_record().step == 10 * number
-    moved = run.path.rename(run.path.with_name("moved"))
-    assert (moved / "metrics.jsonl").read_text() == "2\n"
+    assert (run.path.rename(run.path.with_name("moved")) / "metrics.jsonl").read_text() == "2\n"
 
 
 def test_a_superseded_attempt_publishes_nothing(run: RunDir) -> None:

@@ -71,8 +71,7 @@ def test_a_node_is_used_again_after_its_time(
 
 def test_the_time_is_that_which_the_run_asks_for(workplace: Workplace) -> None:
     run = workplace.run("a")
-    spec = dataclasses.replace(run.load_spec(), avoid_bad_nodes_for=1800)
-    run.spec.write_text(spec.to_json())
+    run.spec.write_text(dataclasses.replace(run.load_spec(), avoid_bad_nodes_for=1800).to_json())
     bad_nodes.mark_bad(Attempt(run, 1), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     node = bad_nodes.read(workplace.root)["h02"]
     assert node.expires - node.time == 1800
@@ -354,15 +353,13 @@ NEAR = {
 @pytest.mark.parametrize("name", NAMED)
 def test_what_names_hardware_is_named(name: str) -> None:
     kind, message, code, log = NAMED[name]
-    error = TaskError(kind, message) if kind else None
-    assert named_hardware(error, code, log)
+    assert named_hardware(TaskError(kind, message) if kind else None, code, log)
 
 
 @pytest.mark.parametrize("name", NEAR)
 def test_near_misses_name_none(name: str) -> None:
     kind, message, code, log = NEAR[name]
-    error = TaskError(kind, message) if kind else None
-    assert named_hardware(error, code, log) == ""
+    assert named_hardware(TaskError(kind, message) if kind else None, code, log) == ""
 
 
 def test_each_sign_has_its_source_in_the_documentation() -> None:
@@ -753,8 +750,7 @@ def test_a_start_with_too_few_nodes_that_cannot_go_back_is_refused(
     run = begun(workplace)
     add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
     if requeue == "exit 0":
-        spec = json.loads(run.spec.read_text())
-        run.spec.write_text(json.dumps({**spec, "requeue": False}))
+        run.spec.write_text(json.dumps({**json.loads(run.spec.read_text()), "requeue": False}))
     cluster_says(workplace, requeue=requeue)
     assert words in begin_needing(workplace, run, 3)
     assert [event["event"] for event in read_events(run)][-2:] == ["started", "ended"]

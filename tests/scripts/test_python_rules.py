@@ -403,8 +403,7 @@ def test_the_line_to_write_keeps_what_stands_around_the_mistake(script: str, ins
 
 def test_on_the_cpu_no_device_is_named() -> None:
     (mistake,) = MAY["loss-not-reduced"]
-    script = f"{START}{mistake}".replace(".cuda()", "")
-    (found,) = check_texts({"train.py": script})
+    (found,) = check_texts({"train.py": f"{START}{mistake}".replace(".cuda()", "")})
     assert "torch.as_tensor(total)\n" in found.instead
 
 
@@ -447,8 +446,7 @@ def test_a_script_whose_ranks_a_library_handles_is_left_to_it(library: str) -> N
     for rule in ("save-per-rank", "load-map-location", "download-per-rank", "no-sampler"):
         scripts = WILL.get(rule, []) + MAY.get(rule, [])
         for script in scripts:
-            found = check(f"import {library}\n{script}")
-            assert rule not in [finding.rule for finding in found]
+            assert rule not in [finding.rule for finding in check(f"import {library}\n{script}")]
 
 
 def test_a_world_size_is_held_against_the_tasks_that_the_job_starts() -> None:

@@ -68,8 +68,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 @pytest.fixture
 def copy(made: Made, tmp_path: Path) -> Path:
     """A copy of it on a disk of a node."""
-    found = made.packed(tmp_path / "env.tar")
-    path = node.copy_path(tmp_path / "disk", found.digest)
+    path = node.copy_path(tmp_path / "disk", made.packed(tmp_path / "env.tar").digest)
     (tmp_path / "disk").mkdir()
     assert node.unpack(tmp_path / "env.tar", path, 0)
     return path
@@ -217,8 +216,7 @@ def test_a_copy_whose_python_does_not_start_is_refused(
     path = node.copy_path(tmp_path, made.packed(tmp_path / "env.tar").digest)
 
     def broken(draft: Path, *_: object) -> None:
-        program = (draft / "env/bin/python").resolve()
-        program.write_text("#!/bin/sh\necho no library >&2; exit 1\n")
+        (draft / "env/bin/python").resolve().write_text("#!/bin/sh\necho no library >&2; exit 1\n")
 
     monkeypatch.setattr(node, "_adapt", broken)
     with pytest.raises(StagingError, match="does not start: no library"):
@@ -230,8 +228,7 @@ def test_a_full_disk_is_refused_with_both_sizes_and_leaves_nothing(
     made: Made, tmp_path: Path
 ) -> None:
     archive = tmp_path / "env.tar"
-    found = made.packed(archive)
-    path = node.copy_path(tmp_path, found.digest)
+    path = node.copy_path(tmp_path, made.packed(archive).digest)
     with pytest.raises(StagingError, match=r"has .* free, and the environment needs 4\.6 EB|TB"):
         node.unpack(archive, path, 1 << 62)
     assert [each.name for each in path.parent.iterdir()] == ["lock"]

@@ -120,8 +120,7 @@ def test_it_holds_the_sources_of_clusterddp_and_click_alone(carried: RunDir) -> 
     assert {name.split("/")[0] for name in names} == {"__main__.py", "clusterddp", "vendored"}
     assert {name.split("/")[1] for name in names if name.startswith("vendored/")} == {"click"}
     [bytecode] = carried.path.glob("__pycache__/*.zip")
-    compiled = zipfile.ZipFile(bytecode).namelist()
-    assert {f"{name}c" for name in names} == {*compiled, "__main__.pyc"}
+    assert {f"{name}c" for name in names} == {*zipfile.ZipFile(bytecode).namelist(), "__main__.pyc"}
 
 
 def test_a_file_that_was_altered_says_so_and_what_to_do(tmp_path: Path) -> None:
@@ -260,8 +259,7 @@ def test_bytecode_that_another_user_could_have_written_is_not_taken(
     bundle.bundle_into(RunDir(tmp_path))
     [file] = pycache.glob("*.zip")
     (pycache if what == "folder" else file).chmod(0o777)
-    text = file.read_bytes()
-    assert text
+    assert file.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundle, "_compile", unlikely)
         bundle.bundle_into(run)

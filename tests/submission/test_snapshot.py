@@ -490,8 +490,7 @@ def test_a_folder_of_datasets_is_linked_whatever_its_name_and_size(
     tree: Path, target: Path, below_it: str
 ) -> None:
     write(tree, {f"sets/{below_it}/train-images-idx3-ubyte": "x" * 2_000_000})
-    taken = take(tree, target, limit_mb=1)
-    assert sorted(taken.digests) == ["package/model.py", "train.py"]
+    assert sorted(take(tree, target, limit_mb=1).digests) == ["package/model.py", "train.py"]
     assert (target / f"sets/{below_it}/train-images-idx3-ubyte").stat().st_size == 2_000_000
     assert (target / "sets").is_symlink()
 
@@ -499,8 +498,7 @@ def test_a_folder_of_datasets_is_linked_whatever_its_name_and_size(
 def test_runs_below_another_runs_dir_are_no_code(tree: Path, target: Path) -> None:
     records = {f"runs/a/{name}": "{}" for name in ("spec.json", "events.jsonl", "logs/job.log")}
     write(tree, {**records, "suite/spec.json": "{}"})
-    taken = take(tree, target)
-    assert sorted(taken.digests) == ["package/model.py", "suite/spec.json", "train.py"]
+    assert sorted(take(tree, target).digests) == ["package/model.py", "suite/spec.json", "train.py"]
 
 
 def test_large_files_are_linked_the_largest_first_where_the_copy_would_be_over_its_limit(
@@ -678,8 +676,7 @@ def test_a_record_that_the_disk_does_not_give_is_refused_in_its_words(tmp_path: 
 def again(tree: Path, copy: Path, record: Snapshot) -> tuple[Path, list[str]]:
     """A new copy with what was written in the former one."""
     target = copy.with_name("new")
-    taken = take(tree, target)
-    return target, carry_over(copy, record, tree, target, taken)
+    return target, carry_over(copy, record, tree, target, take(tree, target))
 
 
 def test_what_a_command_has_written_goes_along(repository: Path, tmp_path: Path) -> None:

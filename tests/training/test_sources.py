@@ -141,8 +141,7 @@ def test_persistent_workers_that_ran_before_the_epoch_draw_no_other_order(tmp_pa
 
 def test_a_stream_that_knows_its_position_is_not_read_again(tmp_path: Path) -> None:
     check(tmp_path, lambda: DataLoader(Positioned(), batch_size=BATCH), *STOPS)
-    left = DataLoader(Positioned(), batch_size=BATCH)
-    train(tmp_path / "one", left, 8)
+    train(tmp_path / "one", DataLoader(Positioned(), batch_size=BATCH), 8)
     resumed = DataLoader(Positioned(), batch_size=BATCH)
     train(tmp_path / "one", resumed, 0)
     assert resumed.dataset.read == 2 * SAMPLES - 2 * BATCH  # type: ignore[attr-defined]
@@ -230,8 +229,7 @@ def test_an_order_that_another_number_of_ranks_does_not_have_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A framework may add a DistributedSampler only where there are several ranks."""
-    loader = DataLoader(Mapped(), batch_size=BATCH, shuffle=True)
-    train(tmp_path, loader, 2)
+    train(tmp_path, DataLoader(Mapped(), batch_size=BATCH, shuffle=True), 2)
     monkeypatch.setattr(Loop, "_resume", with_ranks(2))
     sampler: Any = DistributedSampler(Mapped(), num_replicas=1, rank=0)
     with pytest.raises(CheckpointError, match=r"(?s)has 2 ranks.*CD0709"):

@@ -22,8 +22,7 @@ ALONE = Agreement("gloo", "cpu", threads=1, world_size=1)
 
 
 def digits(count: int = 40) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(count, 1, 28, 28, generator=generator)
+    images = torch.randn(count, 1, 28, 28, generator=torch.Generator().manual_seed(1))
     return images, torch.arange(count) % 10
 
 
@@ -178,8 +177,7 @@ def test_the_rate_grows_with_the_world_as_asked(scaling: str, factor: float) -> 
 
 
 def test_the_rate_rises_over_the_warm_up_and_falls_to_zero_at_the_end() -> None:
-    config = TrainConfig(lr=0.1, warmup_steps=10, epochs=2)
-    schedule = Schedule(config, 1, images_per_epoch=1000)
+    schedule = Schedule(TrainConfig(lr=0.1, warmup_steps=10, epochs=2), 1, images_per_epoch=1000)
     rises = [schedule.lr(Position(step=step)) for step in range(12)]
     assert rises[0] == pytest.approx(0.01)
     assert rises[9] == rises[11] == pytest.approx(0.1)

@@ -99,8 +99,7 @@ def test_an_agent_that_starts_its_ranks_again_need_not_wait_for_one_that_has_not
 
 def test_the_former_handlers_are_given_back() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    ours = StopRequest()
-    restore = ours.listen()
+    restore = StopRequest().listen()
     assert signal.getsignal(signal.SIGTERM) not in before.values()
     restore()
     assert {number: signal.getsignal(number) for number in before} == before

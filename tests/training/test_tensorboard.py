@@ -82,8 +82,7 @@ def test_an_attempt_has_the_whole_curve_without_the_steps_that_were_lost(tmp_pat
 
 
 def test_lines_of_other_versions_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
-    lines = [MetricsLine("train", 1, loss=2.0), MetricsLine("other"), MetricsLine()]
-    ours = board(tmp_path, lines)
+    ours = board(tmp_path, [MetricsLine("train", 1, loss=2.0), MetricsLine("other"), MetricsLine()])
     ours.close()
     assert read(tmp_path).Tags()["scalars"] == ["train/loss"]
 

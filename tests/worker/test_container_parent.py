@@ -168,8 +168,7 @@ def test_an_agent_in_a_container_stands_for_the_first_of_its_ranks(site: Site) -
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
         "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "h01", "MASTER_PORT": "12345",
     }  # fmt: skip
-    box = {"ranks": 4, "python": "python-of-nobody"}
-    assert site.go("false", box=box, **agent)[0] == 1
+    assert site.go("false", box={"ranks": 4, "python": "python-of-nobody"}, **agent)[0] == 1
     outcome = json.loads((site.run / "outcomes/rank-4.json").read_text())
     assert "no working python-of-nobody" in outcome["error"]["message"]
 

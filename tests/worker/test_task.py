@@ -291,8 +291,7 @@ def test_a_request_in_the_attempts_folder_stops_it(
     first = Attempt(RunDir(tmp_path), 1)
     monkeypatch.setattr(stop, "ALIVE_SECONDS", 0.05)
     monkeypatch.setattr(Journal, "step", step)
-    settings = make_config(synthetic_dir, max_steps=0, epochs=5000)
-    assert run_task(settings, tmp_path) == EXIT_STOPPED
+    assert run_task(make_config(synthetic_dir, max_steps=0, epochs=5000), tmp_path) == EXIT_STOPPED
     assert json.loads(first.end.read_text())["reason"] == "stop"
 
 
@@ -301,8 +300,7 @@ def test_the_job_is_over_in_time_without_a_signal(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setattr(slurm, "seconds_left", lambda job_id: {"17": 8.0}[job_id])
-    settings = make_config(synthetic_dir, max_steps=0, epochs=5000)
-    assert run_task(settings, tmp_path) == EXIT_STOPPED
+    assert run_task(make_config(synthetic_dir, max_steps=0, epochs=5000), tmp_path) == EXIT_STOPPED
     assert json.loads(Attempt(RunDir(tmp_path), 1).end.read_text())["reason"] == "time limit"
 
 

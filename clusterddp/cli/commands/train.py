@@ -105,6 +105,5 @@ def command(
     from clusterddp.worker.supervise import supervise
 
     nccl = NcclLog(os.environ, env, Attempt(RunDir(run_dir), attempt) if attempt else None)
-    listen = stop.requested.listen
-    started = partial(supervise, attempt=attempt, own_log=own_log, listen=listen)
+    started = partial(supervise, attempt=attempt, own_log=own_log, listen=stop.requested.listen)
     return started(run_dir, env, child, began=nccl.began)

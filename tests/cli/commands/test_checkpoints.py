@@ -13,8 +13,7 @@ __all__ = ["workplace"]
 
 
 def test_checkpoints_are_listed_and_verified(workplace: Workplace) -> None:
-    run = workplace.run("one", submitted("1"))
-    made = attempt(run, 1, 100, 200, best=100)
+    made = attempt(workplace.run("one", submitted("1")), 1, 100, 200, best=100)
     then = time.time() - 125
     os.utime(made.checkpoints / "step-00000100.pt", (then, then))
     damages = [
@@ -58,8 +57,7 @@ def test_what_a_superseded_attempt_wrote_is_named(workplace: Workplace) -> None:
 
 
 def test_json_has_every_field(workplace: Workplace) -> None:
-    run = workplace.run("one")
-    made = attempt(run, 3, 100, best=100)
+    made = attempt(workplace.run("one"), 3, 100, best=100)
     [entry] = json.loads(workplace.invoke("checkpoints", "one", "--json").out)
     path = made.checkpoints / "step-00000100.pt"
     assert entry == {
@@ -99,8 +97,7 @@ def test_no_such_run_is_a_wrong_request(words: str, workplace: Workplace) -> Non
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(workplace: Workplace) -> None:
-    run = workplace.run("one")
-    made = attempt(run, 1)
+    made = attempt(workplace.run("one"), 1)
     made.checkpoints.rmdir()
     made.checkpoints.write_text("")
     got = workplace.invoke("checkpoints", "one")

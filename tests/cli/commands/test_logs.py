@@ -103,8 +103,7 @@ def test_of_a_run_that_has_ended_no_log_is_awaited(workplace: Workplace) -> None
     add_event(run, "cancelled", job_id="1")
     got = workplace.invoke("logs", "one", "--job")
     assert f"The output of its script is in {workplace.folder}/slurm-1.out." in got.err
-    over = workplace.run("two", submitted("2"), started("2"), ended("2", 0))
-    write_logs(over, job="")
+    write_logs(workplace.run("two", submitted("2"), started("2"), ended("2", 0)), job="")
     got = workplace.invoke("logs", "two", "--rank", "1")
     assert "two has no rank-1.log: it is done and has job.log. See" in got.err
 
@@ -201,8 +200,7 @@ def test_follow_names_the_command_for_a_hang_once(
     begin = f"{record('started', nodelist=HOSTS)}; {say('RUNNING')}"
     more = f"echo hello >>logs/rank-1.log; {say('RUNNING')}"
     end = f"{record('ended', exit_code=0)}; {say('COMPLETING')}"
-    running = say("RUNNING")
-    story(workplace, run, say("PENDING"), begin, more, *[running] * 9, end)
+    story(workplace, run, say("PENDING"), begin, more, *[say("RUNNING")] * 9, end)
     assert follow(run) == 0
     err = capfd.readouterr().err
     assert err.count(f"If it hangs: clusterddp stacks {run.cli_name}\n") == 1

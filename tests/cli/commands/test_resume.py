@@ -106,8 +106,7 @@ def test_the_script_is_sent_as_it_stands(workplace: Workplace, data: list[TrainC
 def test_a_damaged_checkpoint_is_said_and_the_one_before_it_named(
     workplace: Workplace, data: list[TrainConfig]
 ) -> None:
-    run = stopped(workplace)
-    damaged = made_checkpoints.make(Attempt(run, 1).checkpoints, 60)
+    damaged = made_checkpoints.make(Attempt(stopped(workplace), 1).checkpoints, 60)
     damaged.write_bytes(damaged.read_bytes() + b"x")
     got = accepted(workplace, "one")
     assert "it resumes from step 40" in got.out
@@ -293,8 +292,7 @@ def test_what_belongs_to_a_command_can_be_changed(
     expected = {**before, **changed, "resources": after["resources"]}
     assert {n: v for n, v in after.items() if expected[n] != v} == {}
     assert sent(workplace) == sbatch.prepare(run.load_spec(), None)
-    fields = [line.split(" ", 1)[0] for line in recorded_changes(run)[-1]]
-    assert {*changed} <= {*fields}
+    assert {*changed} <= {*[line.split(" ", 1)[0] for line in recorded_changes(run)[-1]]}
 
 
 @pytest.mark.parametrize(
@@ -402,8 +400,7 @@ def test_a_bare_requeue_leaves_the_next_word_alone(
     typed: str, line: str, workplace: Workplace
 ) -> None:
     stopped(workplace, requeue=line == "--no-requeue")
-    got = accepted(workplace, "--dry-run", *typed.split())
-    assert f"#SBATCH {line}\n" in got.out
+    assert f"#SBATCH {line}\n" in accepted(workplace, "--dry-run", *typed.split()).out
 
 
 def test_the_runs_own_clusterddp_is_kept_until_another_is_asked_for(
@@ -542,8 +539,7 @@ def test_a_run_moves_between_the_queue_and_an_allocation(workplace: Workplace) -
     ],
 )
 def test_a_wrong_request_changes_nothing(workplace: Workplace, argv: list[str], words: str) -> None:
-    run = stopped(workplace)
-    assert words in refused(workplace, run, *argv)
+    assert words in refused(workplace, stopped(workplace), *argv)
 
 
 @pytest.mark.parametrize("value", [value for value in CARRIED if value])
@@ -562,8 +558,7 @@ def test_every_value_is_carried_or_refused(workplace: Workplace, value: str) -> 
 
 
 def test_another_configuration_is_refused_with_the_difference(workplace: Workplace) -> None:
-    run = stopped(workplace)
-    said = refused(workplace, run, "--lr", "0.5", "--seed", "3", "--keep-last", "9")
+    said = refused(workplace, stopped(workplace), "--lr", "0.5", "--seed", "3", "--keep-last", "9")
     assert "--lr 0.001, now 0.5; --seed 0, now 3." in said
     assert "keep-last" not in said  # it decides nothing
     assert "--allow-config-change" in said
@@ -775,8 +770,7 @@ def test_a_swap_that_was_killed_between_two_renames_is_mended(
 
 def test_without_a_copy_the_changed_folder_is_taken_on_purpose(workplace: Workplace) -> None:
     run = code_run(workplace)
-    spec = dataclasses.replace(run.load_spec(), snapshot=False)
-    run.spec.write_text(spec.to_json())
+    run.spec.write_text(dataclasses.replace(run.load_spec(), snapshot=False).to_json())
     root = ["--runs-dir", str(workplace.root)]
     Path("train.py").write_text("print(2)\n")
     assert "--refresh-code" in refused(workplace, run, *root)
@@ -787,8 +781,7 @@ def test_without_a_copy_the_changed_folder_is_taken_on_purpose(workplace: Workpl
 
 
 def test_a_run_without_code_of_its_own_has_none_to_take(workplace: Workplace) -> None:
-    run = stopped(workplace)
-    assert "uses no code from" in refused(workplace, run, "--refresh-code")
+    assert "uses no code from" in refused(workplace, stopped(workplace), "--refresh-code")
 
 
 def test_training_options_are_not_for_a_command(workplace: Workplace) -> None:
@@ -809,8 +802,7 @@ def test_a_script_of_another_template_is_not_replaced_unseen(workplace: Workplac
     (own / "ddp.sbatch.j2").write_text(
         "{% extends 'shipped/ddp.sbatch.j2' %}{% block setup %}echo mine{% endblock %}\n"
     )
-    spec = run.load_spec()
-    run.script.write_text(sbatch.prepare(spec, own))
+    run.script.write_text(sbatch.prepare(run.load_spec(), own))
     assert "--template-dir" in refused(workplace, run, "--time", "5")
     accepted(workplace, "one", "--time", "5", "--template-dir", str(own))
     assert "echo mine" in sent(workplace)
@@ -827,8 +819,7 @@ def test_ranks_that_cannot_share_the_batch_are_refused(
 ) -> None:
     """As `start` refuses them on the node, whether or not there is a checkpoint yet."""
     run = stopped(workplace, train=train, step=step)
-    batch = {"global_batch_size": images, "reference_world_size": 4}
-    run.resolved.write_text(json.dumps(batch))
+    run.resolved.write_text(json.dumps({"global_batch_size": images, "reference_world_size": 4}))
     assert "256 images over all ranks" in refused(workplace, run, "--nodes", "3")
     accepted(workplace, "one", "--nodes", "1", "--dry-run")
 
@@ -843,8 +834,7 @@ def test_a_batch_size_that_was_changed_counts_for_the_ranks_that_there_are(
 
 
 def test_fewer_steps_than_were_trained_are_refused(workplace: Workplace) -> None:
-    run = stopped(workplace)
-    said = refused(workplace, run, "--max-steps", "39")
+    said = refused(workplace, stopped(workplace), "--max-steps", "39")
     assert "--max-steps 39: the newest checkpoint of one is already at step 40" in said
     accepted(workplace, "one", "--dry-run", "--max-steps", "40")  # it is evaluated there
 
@@ -931,8 +921,7 @@ def test_a_command_that_is_done_is_done(workplace: Workplace) -> None:
     assert "its command ended with exit code 0" in got.err
     assert "copy of the code" not in got.err
     assert "--even-if-done" in got.err
-    root = ["--runs-dir", str(workplace.root)]
-    accepted(workplace, "one", "--even-if-done", *root)
+    accepted(workplace, "one", "--even-if-done", *["--runs-dir", str(workplace.root)])
     assert kinds(run)[-2:] == ["resume_requested", "submitted"]
 
 
@@ -992,8 +981,7 @@ def rehearsal(workplace: Workplace) -> RunDir:
         workplace, "here", step=0, train=None, python=sys.executable, launcher="local",
         resources=Resources(), command=(sys.executable, "-c", "print('again')"),
     )  # fmt: skip
-    host = os.uname().nodename
-    gone = submitted("99999999", launcher="local", pid=99999999, host=host, time=1.0)
+    gone = submitted("99999999", launcher="local", pid=99999999, host=os.uname().nodename, time=1.0)
     run.events.write_text(json.dumps(gone) + "\n")
     return run
 

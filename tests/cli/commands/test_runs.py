@@ -49,8 +49,7 @@ def test_the_process_of_a_rehearsal_is_no_job(workplace: Workplace) -> None:
     workplace.run("one", submitted(pid, launcher="local", pid=os.getpid(), time=time.time()))
     [_, row] = workplace.invoke("runs").out.splitlines()
     assert row.split()[:3] == ["one", "queued", f"pid:{pid}"]
-    shown = workplace.invoke("status", "one").out
-    assert f"\njob         pid:{pid} (local)\n" in shown
+    assert f"\njob         pid:{pid} (local)\n" in workplace.invoke("status", "one").out
 
 
 def test_the_latest_and_those_in_a_state_can_be_asked_for(workplace: Workplace) -> None:
@@ -102,8 +101,7 @@ def test_slurm_is_asked_once_for_all_runs(workplace: Workplace) -> None:
     for number in range(5):
         workplace.run(f"run-{number}", submitted(str(number)), started(str(number)))
     workplace.run("over", submitted("9"), started("9"), ended("9", 0))
-    running = "; ".join(f"echo '{number}|RUNNING|None'" for number in range(5))
-    workplace.command("squeue", running)
+    workplace.command("squeue", "; ".join(f"echo '{number}|RUNNING|None'" for number in range(5)))
     assert workplace.invoke("runs").out.count("running") == 5
     [call] = workplace.calls
     assert "-j 0,1,2,3,4 " in call
@@ -164,8 +162,7 @@ def test_of_a_command_without_a_loop_nobody_says_that_it_resumes(workplace: Work
     for name in ("plain", "loop"):
         run = workplace.run(name, submitted("1"), start, end, again)
         kind = {"train": None, "command": ("python", "train.py"), "resumable": None}
-        spec = dataclasses.replace(run.load_spec(), **kind)
-        run.spec.write_text(spec.to_json())
+        run.spec.write_text(dataclasses.replace(run.load_spec(), **kind).to_json())
         (run.attempts / "0001").mkdir(parents=True)
     (workplace.root / "loop/attempts/0001/attempt.json").write_text('{"step": 0}')
     workplace.command("squeue", "echo '1|PENDING|Priority'")
@@ -201,8 +198,7 @@ def test_no_runs_are_no_error(workplace: Workplace) -> None:
 
 
 def test_half_made_runs_are_left_out(workplace: Workplace) -> None:
-    run = workplace.run("one")
-    run.path.rename(workplace.root / ".one.x7g")
+    workplace.run("one").path.rename(workplace.root / ".one.x7g")
     assert "no runs" in workplace.invoke("runs").err
 
 

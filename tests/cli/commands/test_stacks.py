@@ -110,8 +110,7 @@ def test_each_rank_of_a_command_is_shown_and_goes_on(rehearse: Begin, tmp_path: 
     assert lines[1].startswith("3 of 4 (ranks 0, 2-3) in waits (train.py:3), called from")
     assert any(line.startswith("rank 1 on 127.0.0.1 in loads (train.py:5)") for line in lines)
     assert told.stdout.count("line 3, in waits") == 1
-    one = run.stacks("--rank", "1", "--json")
-    [rank] = json.loads(one.stdout)
+    [rank] = json.loads(run.stacks("--rank", "1", "--json").stdout)
     assert (rank["rank"], rank["host"]) == (1, "127.0.0.1")
     assert [frame["function"] for frame in rank["programs"][0]["threads"][0]["frames"]] == [
         "loads", "<module>",
@@ -207,8 +206,7 @@ def test_one_rank_whose_stack_is_not_known_is_told_by_the_exit_code(
 
 
 def test_a_run_of_another_machine_is_looked_at_there(workplace: Workplace) -> None:
-    local = submitted("12", launcher="local", pid=1, host="elsewhere")
-    workplace.run("one", local, started("12"))
+    workplace.run("one", submitted("12", launcher="local", pid=1, host="elsewhere"), started("12"))
     told = workplace.invoke("stacks", "one")
     assert told.code == 2
     assert "one runs on elsewhere: run this command there" in told.err

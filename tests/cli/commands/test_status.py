@@ -42,8 +42,7 @@ def test_status_tells_all_that_is_known(workplace: Workplace) -> None:
 
 
 def test_a_failed_run_is_told_with_exit_code_0(workplace: Workplace) -> None:
-    end = ended("1", 1, first_failure=FAILURE)
-    workplace.run("bad", submitted("1"), started("1"), end)
+    workplace.run("bad", submitted("1"), started("1"), ended("1", 1, first_failure=FAILURE))
     got = workplace.invoke("status")
     assert got.code == 0
     assert f"state       failed: exit code 1\nfailure     {BOOM}\n" in got.out
@@ -82,8 +81,7 @@ def test_of_several_runs_each_line_ends_with_the_code(workplace: Workplace) -> N
 
 def test_where_relative_output_lies_is_said_for_code_of_ones_own(workplace: Workplace) -> None:
     run = workplace.run("own", submitted("12", folder="/home/me/x"), started("12"))
-    trained = workplace.invoke("status", "--json").out
-    assert json.loads(trained)["working_directory"] == ""
+    assert json.loads(workplace.invoke("status", "--json").out)["working_directory"] == ""
     assert "workdir" not in workplace.invoke("status").out
     spec = dataclasses.replace(run.load_spec(), train=None, command=("python", "train.py"))
     run.spec.write_text(spec.to_json())
@@ -138,8 +136,7 @@ def test_of_many_requeues_the_latest_reasons_are_told(workplace: Workplace) -> N
 
 
 def test_a_first_attempt_needs_no_line(workplace: Workplace) -> None:
-    run = workplace.run("one", submitted("12"))
-    attempts(run, {})
+    attempts(workplace.run("one", submitted("12")), {})
     workplace.command("squeue", "echo '12|RUNNING|None'")
     assert "attempt" not in workplace.invoke("status").out
 
@@ -213,8 +210,7 @@ def test_a_job_that_slurm_has_forgotten_is_unknown(workplace: Workplace) -> None
 
 
 def test_where_slurm_does_not_answer_no_second_start_is_proposed(workplace: Workplace) -> None:
-    run = workplace.run("alive", submitted("1"), {**started("1"), "attempt": 1})
-    attempt(run, 1, 40)
+    attempt(workplace.run("alive", submitted("1"), {**started("1"), "attempt": 1}), 1, 40)
     workplace.command("squeue", "echo 'error: Unable to contact slurm controller' >&2; exit 1")
     got = workplace.invoke("status", "alive")
     assert "state       unknown: Slurm cannot be queried" in got.out

@@ -28,8 +28,7 @@ WAITS = "echo '12|PENDING|BeginTime'"
 
 def training(workplace: Workplace, name: str = "one", job_id: str = "12", **fields: Any) -> RunDir:
     """A run whose first attempt is at work."""
-    start = {**started(job_id), "attempt": 1}
-    run = workplace.run(name, submitted(job_id, **fields), start)
+    run = workplace.run(name, submitted(job_id, **fields), {**started(job_id), "attempt": 1})
     Attempt(run, 1).path.mkdir(parents=True)
     run.script.write_text("#!/bin/bash\n")
     return run
@@ -60,13 +59,11 @@ def test_the_attempt_at_work_gets_a_mark_and_no_signal(workplace: Workplace) -> 
 
 
 def test_a_run_that_hangs_may_not_leave(workplace: Workplace) -> None:
-    run = training(workplace)
-    hung = Attempt(run, 1).outcomes / "hung.json"
+    hung = Attempt(training(workplace), 1).outcomes / "hung.json"
     hung.parent.mkdir()
     hung.write_text('{"ranks": [1], "reason": "in the forward pass"}')
     workplace.command("squeue", RUNS)
-    got = workplace.invoke("stop", "one")
-    assert "if it does not exit, use 'clusterddp cancel one'" in got.out
+    assert "if it does not exit, use 'clusterddp cancel one'" in workplace.invoke("stop", "one").out
 
 
 def test_a_run_that_does_not_leave_says_what_to_do_after_a_minute(workplace: Workplace) -> None:
@@ -116,8 +113,7 @@ def test_between_two_attempts_the_record_is_enough(workplace: Workplace) -> None
     run = training(workplace)
     Attempt(run, 1).end.write_text('{"cause": "stopped", "reason": "signal"}')
     workplace.command("squeue", RUNS)
-    got = workplace.invoke("stop", "one")
-    assert "no attempt is running, and none will start" in got.out
+    assert "no attempt is running, and none will start" in workplace.invoke("stop", "one").out
     assert kinds(run)[-1] == "stop_requested"
     assert Attempt(run, 1).stop_reason() is None
 
@@ -222,8 +218,7 @@ def test_so_is_one_that_waits_to_be_requeued(workplace: Workplace) -> None:
     add_event(run, "requeued", job_id="12", attempt=1, why="time limit")
     workplace.command("squeue", "echo '12|COMPLETING|None'")
     workplace.command("scancel", "exit 0")
-    got = workplace.invoke("stop", "one", "--json")
-    [result] = json.loads(got.out)
+    [result] = json.loads(workplace.invoke("stop", "one", "--json").out)
     assert (result["requested"], result["cancelled"], result["job_id"]) == (False, True, "12")
     assert workplace.calls[-1] == "scancel 12"
 
@@ -324,8 +319,7 @@ def test_a_rehearsal_gets_the_mark_alone(of: str, workplace: Workplace) -> None:
     if of != "the training":
         of_a_command(run)
         Attempt(run, 1).record.write_text("{}")
-    got = workplace.invoke("stop", "here")
-    assert "asked attempt 1 to save a checkpoint and exit" in got.out
+    assert "asked attempt 1 to save a checkpoint and exit" in workplace.invoke("stop", "here").out
     assert Attempt(run, 1).stop_reason() == "stop"
     assert workplace.calls == []
 
@@ -400,8 +394,7 @@ def test_a_hostile_folder_is_carried(workplace: Workplace) -> None:
 def test_ranks_that_a_person_started_are_asked_to_leave_and_are_not_cancelled(
     workplace: Workplace,
 ) -> None:
-    run = workplace.run("one")
-    attempt = begin(run)
+    attempt = begin(workplace.run("one"))
     publish(attempt, AttemptRecord(job_id="78", restart=0, host="h1", pid=1))
     got = workplace.invoke("cancel", "78")
     assert "one: its ranks were started by hand" in got.out

@@ -391,8 +391,7 @@ def test_a_run_name_that_exists_is_refused_and_kept(tmp_path: Path, elsewhere: P
     env = fake_sbatch(tmp_path, "cat >/dev/null; echo 42")
     assert run("--run-name", "a", "--", "true", env=env).exit_code == 0
     before = sorted(p.name for p in (elsewhere / "jobs/a").iterdir())
-    again = run("--run-name", "a", "--", "true", env=env)
-    assert "already exists" in str(again.exception)
+    assert "already exists" in str(run("--run-name", "a", "--", "true", env=env).exception)
     assert sorted(p.name for p in (elsewhere / "jobs/a").iterdir()) == before
 
 
@@ -570,8 +569,7 @@ def test_a_value_that_nobody_typed_is_blamed_on_its_source(monkeypatch: pytest.M
 
 
 def test_a_time_limit_of_zero_is_none(elsewhere: Path) -> None:
-    script = run("--dry-run", "--time", "0", "--", "true").stdout
-    assert "#SBATCH --time=0\n" in script
+    assert "#SBATCH --time=0\n" in run("--dry-run", "--time", "0", "--", "true").stdout
     assert run("--dry-run", "--time", "0", "--dataset", "synthetic").exit_code == 0
 
 
@@ -714,8 +712,7 @@ def test_a_launcher_in_a_script_is_a_warning(
         result = run(*mode, "--run-name", "a", "--", "bash", "run.sh")
         assert result.exit_code == 0, result.output
         assert result.stderr.count(expected) == 1
-    allowed = run("--dry-run", "--allow-launcher", "--", "bash", "run.sh")
-    assert "may start" not in allowed.stderr
+    assert "may start" not in run("--dry-run", "--allow-launcher", "--", "bash", "run.sh").stderr
 
 
 @pytest.mark.parametrize(

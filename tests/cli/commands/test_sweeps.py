@@ -50,8 +50,7 @@ def record(run: RunDir, *lines: dict[str, object]) -> None:
 
 def finish(sweep: SweepDir, index: int, code: int, job_id: str) -> None:
     """Record that a trial's job has started and ended."""
-    start = {**started(job_id), "array_task": f"7_{index}"}
-    record(sweep.trial(index), start, ended(job_id, code))
+    record(sweep.trial(index), {**started(job_id), "array_task": f"7_{index}"}, ended(job_id, code))
 
 
 def test_each_trial_is_a_run_that_shares_the_sweeps_files(
@@ -135,12 +134,10 @@ def test_who_no_longer_waits_for_a_sweep_is_told_that_it_goes_on(
 def test_one_line_of_jobs_counts_the_trials(sweep: SweepDir, workplace: Workplace) -> None:
     for index in range(4):
         finish(sweep, index, code=int(index == 2), job_id=str(10 + index))
-    running = {**started("14"), "array_task": "7_4"}
-    record(sweep.trial(4), running)
+    record(sweep.trial(4), {**started("14"), "array_task": "7_4"})
     lines = ["7_4 14|RUNNING|None", *(f"7_{i} 7|PENDING|JobArrayTaskLimit" for i in range(5, 10))]
     workplace.command("squeue", "; ".join(f"echo '{line}'" for line in lines))
-    done = workplace.invoke("runs")
-    [_, row] = done.out.splitlines()
+    [_, row] = workplace.invoke("runs").out.splitlines()
     assert row.split()[:4] == ["s", "running", "7", "1x1"]
     assert row.endswith("10 trials: 5 queued, 1 running, 3 done, 1 failed")
     assert len(workplace.invoke("runs", "s-[2-4]").out.splitlines()) == 1 + 3
@@ -515,8 +512,7 @@ def test_a_run_in_the_place_of_a_further_trial_is_named_with_a_way_out(
 
 
 def test_a_damaged_request_of_a_sweep_is_named(workplace: Workplace) -> None:
-    sweep = workplace.sweep("s", ("n",), ("0",))
-    sweep.spec.write_text("{}")
+    workplace.sweep("s", ("n",), ("0",)).spec.write_text("{}")
     done = workplace.invoke("status", "s")
     assert (done.code, "sweep.json is not a valid record" in done.err) == (2, True), done.err
 
@@ -554,8 +550,7 @@ def test_a_trial_whose_directory_is_gone_is_made_again(
 
 
 def test_a_trial_of_a_rehearsal_that_has_not_begun_says_so(workplace: Workplace) -> None:
-    sweep = workplace.sweep("s", ("n",), ("0",))
-    run = sweep.trial(0)
+    run = workplace.sweep("s", ("n",), ("0",)).trial(0)
     run.events.unlink()
     run.spec.write_text(dataclasses.replace(run.load_spec(), launcher="local").to_json())
     told = json.loads(workplace.invoke("status", "--json", "s-0").out)
@@ -582,8 +577,7 @@ def test_a_value_that_is_written_otherwise_is_no_further_trial(workplace: Workpl
     sweep = workplace.sweep("s", ("n",), ("0",))
     trials = Sweep(("lr",), (("0.1",),))
     asked = {"train": TrainConfig(), "command": (), "hang_timeout": None, "sweep": trials}
-    spec = dataclasses.replace(sweep.load_spec(), **asked)
-    sweep.spec.write_text(spec.to_json())
+    sweep.spec.write_text(dataclasses.replace(sweep.load_spec(), **asked).to_json())
     none = workplace.invoke("resume", "s", "--dry-run", "--sweep", "lr=0.10")
     assert (none.code, "s already has all of these trials" in none.err) == (2, True)
     more = workplace.invoke("resume", "s", "--dry-run", "--json", "--sweep", "lr=0.10,0.2")

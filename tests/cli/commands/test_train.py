@@ -153,8 +153,7 @@ def test_two_hand_started_ranks_train_to_the_weights_that_torchrun_gives(
     flags = ["--rank=1", "--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
     second = start([*argv, *flags], SHELL_OF_A_JOB)
     wait_until(second, f"rank 1 waits up to 5m for all 2 at 127.0.0.1:{port}")
-    first = start(argv, ranks(2, port)[0])
-    processes = [first, second]
+    processes = [start(argv, ranks(2, port)[0]), second]
     outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     host = socket.gethostname()
@@ -255,8 +254,7 @@ def test_of_two_starts_the_second_is_refused_and_one_that_was_overtaken_ends(
 
 def test_a_port_in_use_is_a_clear_message(start: Any, synthetic_dir: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        first = ranks(2, taken.getsockname()[1])[0]
-        process = start(train_argv(synthetic_dir, tmp_path), first)
+        process = start(train_argv(synthetic_dir, tmp_path), ranks(2, taken.getsockname()[1])[0])
         output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 1
     assert "uses the port" in output and "Traceback" not in output

@@ -233,8 +233,7 @@ class Run:
     @property
     def step(self) -> int:
         """The latest step in metrics.jsonl."""
-        steps = [line.get("step", 0) for line in read_json_lines(self.dir.metrics)]
-        return max(steps, default=0)
+        return max([line.get("step", 0) for line in read_json_lines(self.dir.metrics)], default=0)
 
     @property
     def steps(self) -> int:
@@ -310,8 +309,7 @@ class Run:
 
     def wait_attempt(self, number: int, seconds: float = PATIENCE) -> None:
         """Waits until an attempt's ranks have met."""
-        attempt = Attempt(self.dir, number)
-        self.wait(attempt.read_record, f"attempt {number}", seconds)
+        self.wait(Attempt(self.dir, number).read_record, f"attempt {number}", seconds)
 
     def wait_said(self, words: str, seconds: float = PATIENCE) -> None:
         self.wait(lambda: words in self.log or words in self.rank_logs, f"{words!r}", seconds)
