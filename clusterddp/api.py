@@ -273,8 +273,7 @@ def submit(
     RequestError if nothing was submitted, SlurmError if Slurm did not respond.
     """
     if not isinstance(spec, JobSpec):
-        given = {"check_python": check_python, "force": force, **options}
-        made = _request(spec, run_name, given)
+        made = _request(spec, run_name, {"check_python": check_python, "force": force, **options})
         template_folder = template_folder or _folder_of_templates(options)
         limit = float(str(options.get("snapshot_limit", snapshot_limit_mb)))
         with _naming_keywords():

@@ -72,8 +72,7 @@ def test_the_calls_for_many_runs(runs: int, site: Workplace) -> None:
     for job in jobs:
         site.run(f"r-{job}", submitted(job), started(job))
         site.run(f"done-{job}", submitted(job), started(job), ended(job, 0, cause="done"))
-    trials = tuple((str(number),) for number in range(runs))
-    site.sweep("sw", ("lr",), *trials)
+    site.sweep("sw", ("lr",), *[(str(number),) for number in range(runs)])
     counted = {}
 
     counted["`runs`, all done"] = count(site, "runs", "done-*")
@@ -184,8 +183,7 @@ def test_the_calls_in_a_job(
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
-    made = (tmp_path / "calls").read_text().split()
-    assert dict(Counter(made)) == calls_on_the_page(label)
+    assert dict(Counter((tmp_path / "calls").read_text().split())) == calls_on_the_page(label)
 
 
 def stand_in(folder: Path, name: str, body: str) -> None:

@@ -141,8 +141,7 @@ def test_render_gives_the_bytes_of_the_dry_run(
 def test_submit_leaves_what_the_command_leaves(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [*FLAGS, f"--data-dir={folder}/data", f"--python={sys.executable}"]
-    assert command(*flags) == 0
+    assert command(*[*FLAGS, f"--data-dir={folder}/data", f"--python={sys.executable}"]) == 0
     said = capsys.readouterr().err
     by_command, sent = RunDir(Path("jobs/one").rename(folder / "by-command")), folder / "sent"
     before = sent.read_text()
@@ -164,8 +163,7 @@ def test_a_submitted_command_has_its_code_copied(folder: Path) -> None:
     Path("train.py").write_text("print(1)\n")
     run = submit(spec(folder, train=None, command=("python", "train.py")))
     assert (run.run_dir / "code" / "train.py").read_text() == "print(1)\n"
-    digests = json.loads((run.run_dir / "code.json").read_text())
-    assert "train.py" in str(digests)
+    assert "train.py" in str(json.loads((run.run_dir / "code.json").read_text()))
 
 
 def test_a_command_is_submitted_by_keywords_as_by_flags(folder: Path) -> None:

@@ -72,8 +72,7 @@ def test_its_end_is_saved_and_a_further_start_trains_nothing(tmp_path: Path, bre
     again, happened, _ = train(tmp_path, seed=7, breaks=breaks)
     assert (code, happened) == (None, ["the end"])
     assert all(map(torch.equal, weights, again))
-    reasons = [each.read_final_record().reason for each in attempts(RunDir(tmp_path))]
-    assert reasons == ["", ""]
+    assert [each.read_final_record().reason for each in attempts(RunDir(tmp_path))] == ["", ""]
 
 
 def test_an_iteration_without_one_step_is_an_error(tmp_path: Path) -> None:

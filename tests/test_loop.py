@@ -696,8 +696,7 @@ def test_metrics_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     assert sign == Liveness(step=5, saved=4, spent=sign.spent, planned=6)
     assert sign.spent and sign.spent.first_step and sign.spent.waiting == 0
     Training(run.path, log_every=1).run()
-    steps = [line["step"] for line in read_json_lines(run.metrics)]
-    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 2, 3, 4, 5, 6]
     assert [attempt.number for attempt in attempts(run)] == [1, 2]
     record = Attempt(run, 2).read_record()
     assert record and (record.step, record.agent_starts) == (4, 1)
@@ -1107,8 +1106,7 @@ def test_loaders_of_different_lengths_save_at_one_step(tmp_path: Path) -> None:
 def rank_sees(rank: int, world_size: int, folder: Path, stop_at: int) -> tuple[Any, list[int]]:
     """Exit code, and the samples of this rank in an epoch that each rank's share is dealt out."""
     data = torch.utils.data.TensorDataset(torch.arange(60.0))
-    sampler = DistributedSampler(data, seed=3)
-    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=3))
     loop = Loop(directory=folder, model=nn.Linear(1, 1))
     loop._poll.due = lambda _: True  # type: ignore[method-assign]
     seen, code = [], None
@@ -1135,8 +1133,7 @@ def test_at_another_number_of_ranks_no_sample_of_the_epoch_is_left_out(
     first = [sample for _, seen in before for sample in seen]
     assert [code for code, _ in before] == [75, 75]
     assert sorted(first) == sorted(order[:32])
-    after = run_ranks(ranks, rank_sees, tmp_path, 0)
-    second = {sample for _, seen in after for sample in seen}
+    second = {sample for _, seen in run_ranks(ranks, rank_sees, tmp_path, 0) for sample in seen}
     assert {*first, *second} == set(order)
     assert second & set(first) == set(order[24:32] if ranks == 3 else [])
 

@@ -42,7 +42,8 @@ def keep(run: RunDir, idle_seconds: float) -> int:
         for descriptor in (1, 2):
             os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
-        log.info(f"the hold ends: {_Hold(run, signals).run(idle_seconds)}")
+        ended = _Hold(run, signals).run(idle_seconds)
+        log.info(f"the hold ends: {ended}")
     output.remove()
     return 0
 

@@ -327,15 +327,19 @@ class Evidence:
         preempted = word is Ending.CANCELLED and srun_lines.was_preempted(self.job_log)
         return Ending.PREEMPTED if preempted else word
 
-    @cached_property
+    @property
     def has_no_loop(self) -> bool:
-        """True if the ranks run a command that saves nothing with clusterddp."""
-        if self.keeps_records or self.has_final_record or self.steps_gained is not None:
-            return False
+        """True if the ranks run a command that has saved nothing with clusterddp."""
+        return not self.keeps_records and not self.has_final_record and self.steps_gained is None
+
+    @property
+    def can_save(self) -> bool:
+        """True if the ranks save with clusterddp, or would in a Loop that has not begun."""
+        if not self.has_no_loop or self.spec is None:
+            return not self.has_no_loop
         from clusterddp.scripts import check  # rarely needed
 
-        # A Loop that has not begun has left no record.
-        return not (self.spec and check.uses_clusterddp(self.spec.command, self.program_folder))
+        return check.has_loop(self.spec.command, self.program_folder)
 
     @property
     def program_folder(self) -> Path:
@@ -560,20 +564,33 @@ def _suspended(evidence: Evidence) -> AttemptResult | None:
 
 def _signalled_early(evidence: Evidence) -> AttemptResult | None:
     """Return the result if a signal to stop ended ranks that do not handle it, or not yet."""
-    failure = evidence.failure
+    failure, outcomes = evidence.failure, evidence.outcomes
     number = (failure.exit_code or 0) - 128 if failure else 0
     if failure is None or number not in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         return None
-    if evidence.has_no_loop and any(o.rank == failure.rank for o in evidence.outcomes):
-        if number == signal.SIGTERM:
-            return None
+    can_save = evidence.can_save
+    if number == signal.SIGTERM and not (can_save and _were_all_terminated(evidence)):
+        return None  # it may follow from an error that no rank has recorded
+    ended = Ended(cause=Cause.SIGNAL, exit_code=EXIT_STOPPED, code=end_codes.NOT_SAVED)
+    if can_save:
+        if evidence.is_stop_asked:
+            ended = replace(ended, cause=Cause.STOPPED, code="")
+        where = f"{f' on {failure.host}' if failure.host else ''} ({failure.log})"
+        line = f"rank {failure.rank}{where} got {signal.Signals(number).name} outside of its Loop"
+        return AttemptResult(ended, (f"{line}, and saved no checkpoint",))
+    if any(o.rank == failure.rank for o in outcomes):
         line = f"{failure.describe()}: the command does not handle that signal: {_LOST}"
-        ended = Ended(cause=Cause.FAILED, exit_code=evidence.code, first_failure=failure)
-        return AttemptResult(replace(ended, code=end_codes.NOT_SAVED), (line,))
-    line = (
-        f"rank {failure.rank} got {signal.Signals(number).name} before it could save a checkpoint"
-    )
-    return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_STOPPED), (line,))
+        failed = replace(ended, cause=Cause.FAILED, exit_code=evidence.code, first_failure=failure)
+        return AttemptResult(failed, (line,))
+    line = f"rank {failure.rank} got a signal to stop before it had installed a handler"
+    return AttemptResult(replace(ended, code=""), (line,))
+
+
+def _were_all_terminated(evidence: Evidence) -> bool:
+    """Return whether SIGTERM ended all ranks, and neither a lack of memory nor a lost message."""
+    if evidence.step_ended or _OVER_MEMORY.search(evidence.job_log):
+        return False
+    return all(outcome.signal == "SIGTERM" for outcome in evidence.outcomes)
 
 
 def _failed(evidence: Evidence) -> AttemptResult | None:
@@ -695,9 +712,9 @@ def _other_python(evidence: Evidence, reason: str) -> str:
     program, *arguments = spec.command
     found = shutil.which(program) or ""
     activated = (os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
-    # `python` and `python3` are two names of an environment's interpreter.
-    is_meant = Path(found).parent == Path(spec.python).parent or any(
-        a and Path(found).is_relative_to(a) for a in activated
+    is_same = {Path(found).name, Path(spec.python).name} == {"python", "python3"}
+    is_meant = (is_same and Path(found).parent == Path(spec.python).parent) or any(
+        a and Path(found).is_relative_to(a) for a in (*activated, spec.python)
     )
     if is_meant or not re.fullmatch(r"python[0-9.]*", program):
         return ""

@@ -60,8 +60,7 @@ def stage(
     runs = attempt.run.path.resolve().parent
     found = environment.find(python, str(runs))
     digest, needed = found.digest, node.needed_bytes(found.size, len(found.entries))
-    place = choose(folder, digest, needed, os.environ)
-    copy = node.copy_path(place, digest)
+    copy = node.copy_path(choose(folder, digest, needed, os.environ), digest)
     archive = runs / f".environments-{os.getuid()}" / f"{digest}.tar"
     if not _make_archive(found, archive, is_over):
         return None

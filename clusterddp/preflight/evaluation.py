@@ -405,8 +405,7 @@ class _Known:
         """Return the number and the median of the values besides some; NaN without any."""
         left_out: list[int] = []
         for value in sorted(each for each in own if each >= 0):
-            after = left_out[-1] + 1 if left_out else 0
-            left_out.append(bisect_left(self._values, value, after))
+            left_out.append(bisect_left(self._values, value, left_out[-1] + 1 if left_out else 0))
         count = len(self._values) - len(left_out)
 
         def at(place: int) -> float:
@@ -609,8 +608,7 @@ def _flows(nodes: Sequence[Node]) -> list[_Flow]:
         for other, pair in node.pairs.items():
             if not pair.error:
                 rates += (node.host, other, pair.sent), (other, node.host, pair.received)
-    usual = _usual([rate for *_, rate in rates], nodes)
-    floor = min(SLOW_SHARE * usual, QUICK_BYTES_PER_SECOND)
+    floor = min(SLOW_SHARE * _usual([rate for *_, rate in rates], nodes), QUICK_BYTES_PER_SECOND)
     return [_Flow(source, target, rate, rate >= floor) for source, target, rate in rates]
 
 

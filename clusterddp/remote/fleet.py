@@ -92,8 +92,7 @@ def _there(name: str, command: Any) -> str:
 
 
 def _row(fields: dict[str, Any]) -> tuple[str, ...]:
-    named = ("cluster", "name", "state", "job_id", "step", "detail")
-    values = [fields.get(name) for name in named]
+    values = [fields.get(name) for name in ("cluster", "name", "state", "job_id", "step", "detail")]
     return tuple(formatting.line("-" if each in (None, "") else str(each)) for each in values)
 
 

@@ -66,8 +66,7 @@ def of(folder: Path, limit_mb: float) -> Tree:
     top = snapshot.top_of(folder)
     workdir = folder.relative_to(top).as_posix()
     ignored = _ignored(top / IGNORE_FILE)
-    start = "" if workdir == "." else workdir
-    plan = snapshot.plan_of(top, limit_mb, (), start, skip=ignored)
+    plan = snapshot.plan_of(top, limit_mb, (), "" if workdir == "." else workdir, skip=ignored)
     if plan.large:
         raise RequestError(
             f"{snapshot.printable(plan.large[0])} in {top} makes the code larger than {limit_mb:g} "

@@ -231,8 +231,7 @@ def changed_settings(options: Mapping[str, object]) -> dict[str, object]:
 
 def differences(configs: Sequence[TrainConfig]) -> list[tuple[str, list[object]]]:
     """List the fields in which configurations differ, with the value in each configuration."""
-    names = vars(TrainConfig())
-    rows = [(name, [getattr(config, name) for config in configs]) for name in names]
+    rows = [(name, [getattr(config, name) for config in configs]) for name in vars(TrainConfig())]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
 
 
@@ -356,4 +355,5 @@ def _add_cause(
     if not (failure or end.cause):
         failure = first_failure(read_outcomes(attempt.outcomes))
     cause = end.cause or (Cause.FAILED if failure else summary.cause)
-    return replace(summary, cause=cause, why=failure.describe() if failure else summary.why)
+    why = failure.describe() if failure and cause == Cause.FAILED else end.how
+    return replace(summary, cause=cause, why=why or summary.why)

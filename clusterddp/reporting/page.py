@@ -79,10 +79,8 @@ def _render(template: str, **values: object) -> str:
         lstrip_blocks=True,
         finalize=_clean,
     )
-    formats = {name: getattr(formatting, name) for name in _FORMATS}
-    environment.filters.update(formats, when=_when)
-    rendered = environment.get_template(template)
-    return rendered.render(version=__version__, now=time.time(), **values)
+    environment.filters.update({name: getattr(formatting, name) for name in _FORMATS}, when=_when)
+    return environment.get_template(template).render(version=__version__, now=time.time(), **values)
 
 
 def _run(gathered: Gathered) -> dict[str, object]:

@@ -340,8 +340,7 @@ def _value(name: str, text: str) -> object:
     try:
         return _ROWS[name].parse(text)
     except OptionError as error:
-        problem = str(error).removeprefix(error.option)
-        raise OptionError(f"--sweep {name}", problem) from None
+        raise OptionError(f"--sweep {name}", str(error).removeprefix(error.option)) from None
 
 
 def _places(names: Sequence[str]) -> re.Pattern[str]:

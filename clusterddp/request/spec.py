@@ -598,8 +598,7 @@ class JobSpec(Record):
             for field in dataclasses.fields(self):
                 if field.name in _CONTAINER and getattr(self, field.name) != field.default:
                     name = field.metadata["option"].get("name", field.name.replace("_", "-"))
-                    problem = " needs --container-image IMAGE."
-                    raise OptionError(f"--{name}", problem, code="CD1004")
+                    raise OptionError(f"--{name}", " needs --container-image IMAGE.", code="CD1004")
             return
         asked = f"--container-image {self.container_image}"
         if self.wrapper:

@@ -87,8 +87,7 @@ def mark_bad(
     run, now = attempt.run, time.time()
     number = None if is_remark else attempt.number
     events.add(run.events, events.NodesMarkedBad(job_id=job_id, attempt=number, nodes=nodes, by=by))
-    spec = run.read_spec()
-    expires = now + (spec or JobSpec).avoid_bad_nodes_for
+    expires = now + (run.read_spec() or JobSpec).avoid_bad_nodes_for
     for host, reason in nodes.items():
         node = BadNode(host, reason, by, run.name, job_id, attempt.number, now, expires)
         files.append_json_line(run.path.parent / FILE_NAME, vars(node), _MODE)

@@ -305,6 +305,8 @@ STOP_ASKED = "stopped by 'clusterddp stop'"
 SAME_FAILURE = "CD1232"
 """Code of a run that has failed with the same error at the same step twice."""
 NO_RESTART = "a failed program restarts only with --retries"
+_SAVED_NOTHING = "CD1220"
+"""Code of an attempt that a signal ended outside of its Loop."""
 _OUT_OF_MEMORY = ("CD1211", "CD1212")
 """Codes of failures for want of memory, which are one kind of error."""
 _SIGNALLED = 128
@@ -407,7 +409,10 @@ def decide(
         return Decision(False, _SIGNALLED_AGAIN, "CD1229")
     counted = [s for s in starts if s.cause and s.cause not in _WITHOUT_PROGRESS]
     last = counted[-_FRUITLESS_ATTEMPTS:]
-    if len(last) == _FRUITLESS_ATTEMPTS and all(start.steps_gained == 0 for start in last):
+    if len(last) == _FRUITLESS_ATTEMPTS and all(
+        start.steps_gained == 0 or (start.steps_gained is None and start.code == _SAVED_NOTHING)
+        for start in last
+    ):
         why = f"{_FRUITLESS_ATTEMPTS} attempts in a row made no progress"
         return Decision(False, why, "CD1224")
     return Decision(True, cause)

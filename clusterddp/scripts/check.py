@@ -23,6 +23,7 @@ _MAX_BYTES = 1 << 20
 """Size limit of a script; Slurm's own is four times that."""
 _MAX_MODULES = 50
 """Modules next to a script to read."""
+_OF_LOOP = re.compile(r"\bclusterddp\.(?:loop|integrations)\b")
 _IMPORTS = re.compile(r"^[ \t]*(?:from|import)[ \t]+([\w., \t]+)", re.MULTILINE)
 
 
@@ -150,7 +151,10 @@ def missing_line_of(command: Sequence[str], folder: Path) -> MissingLine | None:
 
     folder: directory in which the COMMAND starts.
     """
-    texts, modules = _program(command, folder)
+    if any("clusterddp." in word for word in command):  # LightningCLI's options name classes
+        return None
+    texts = _program(command, folder)
+    modules = {module for text in texts.values() for module in _imported(text)}
     if "clusterddp" in modules or not any(map(NAMES.search, texts.values())):
         return None
     for path, text in texts.items():
@@ -164,21 +168,20 @@ def missing_line_of(command: Sequence[str], folder: Path) -> MissingLine | None:
     return None
 
 
-def uses_clusterddp(command: Sequence[str], folder: Path) -> bool:
-    """Return whether a COMMAND's script, or a module next to it, imports clusterddp."""
-    return "clusterddp" in _program(command, folder)[1]
+def has_loop(command: Sequence[str], folder: Path) -> bool:
+    """Return whether a COMMAND's script, or a module next to it, imports a Loop.
+
+    A package, and a script that a shell or a launcher starts, are not read.
+    """
+    return any(map(_OF_LOOP.search, (*_program(command, folder).values(), *command)))
 
 
-def _program(command: Sequence[str], folder: Path) -> tuple[dict[Path, str], set[str]]:
-    """Return the texts of a COMMAND's script and of its modules, and what they import."""
+def _program(command: Sequence[str], folder: Path) -> dict[Path, str]:
+    """Return the texts of a COMMAND's script and of the modules next to it."""
     program, file = nested_launcher.started(command)
     module = nested_launcher.module_of(command)
     name = file or (f"{module.replace('.', '/')}.py" if module else program)
-    texts = dict(_texts(folder / name)) if name.endswith(".py") else {}
-    modules = {module for text in texts.values() for module in _imported(text)}
-    # LightningCLI's options name classes.
-    named = {"clusterddp"} if any("clusterddp." in word for word in command) else set()
-    return texts, modules | named
+    return dict(_texts(folder / name)) if name.endswith(".py") else {}
 
 
 def _texts(script: Path) -> Iterator[tuple[Path, str]]:

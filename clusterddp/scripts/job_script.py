@@ -525,8 +525,7 @@ def _evaluated(file: SbatchFile, command: Command) -> tuple[Word, ...]:
     """Return the words of a program; for `eval`, the words of the evaluated text."""
     words = command.words
     if command.texts[:1] == ("eval",):
-        text = " ".join(command.texts[1:])
-        inner = shell.read(text, first_line=command.line, outer=file.script)
+        inner = shell.read(" ".join(command.texts[1:]), first_line=command.line, outer=file.script)
         words = inner.commands[0].words if inner.commands else ()
     return _without_shells_words(words)
 

@@ -256,8 +256,7 @@ class PythonFile:
 
     def values_of(self, node: ast.AST) -> list[ast.expr]:
         """Return the values assigned to a variable or attribute; none if there are too many."""
-        name = getattr(node, "id", getattr(node, "attr", ""))
-        values = self._values.get((type(node), name), [])
+        values = self._values.get((type(node), getattr(node, "id", getattr(node, "attr", ""))), [])
         return values if len(values) <= _MAX_VALUES else []
 
     @cached_property

@@ -370,8 +370,7 @@ def _reads_ranks(run: Run, name: str) -> bool:
 def _left_to_task(job: JobScript, run: Run, expansion: Expansion) -> str:
     """Return the line that leaves an expansion to each task."""
     assert run.step
-    line = job.line(expansion.line)
-    escaped = line.replace(expansion.source, "\\" + expansion.source)
+    escaped = job.line(expansion.line).replace(expansion.source, "\\" + expansion.source)
     if run.in_own_shell:
         return escaped
     step = _in_task_shell(job, run.step, left=expansion.source)
@@ -533,8 +532,7 @@ def rendezvous_host(job: JobScript) -> Iterator[Found]:
                 at = of_host or _typed_in(job, line, host)
                 if at not in used:
                     used.add(at)
-                    fixed = job.line(at).replace(host, _FIRST_NODE, 1)
-                    yield Found(at, sure, why, fixed)
+                    yield Found(at, sure, why, job.line(at).replace(host, _FIRST_NODE, 1))
 
 
 def _wrong_hosts(
@@ -795,8 +793,7 @@ def gpu_bind_closest(job: JobScript) -> Iterator[Found]:
             yield Found(option.line, False, why, text.replace(value, "none"))
         elif option.name == "accel-bind" and "g" in value:
             why = "with --accel-bind=g, a task sees only the GPUs of its NUMA node."
-            right = " ".join(text.replace(option.source, "").split())
-            yield Found(option.line, False, why, right)
+            yield Found(option.line, False, why, " ".join(text.replace(option.source, "").split()))
 
 
 def _has_amd(job: JobScript) -> bool:

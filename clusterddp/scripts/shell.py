@@ -807,8 +807,7 @@ class _Reader:
             if value is not None:
                 return _Piece(str(value), quoted)
             if not is_known(text):
-                marks = "".join(_MARKS.findall(text))
-                words = (Word(marks, line, inside),)
+                words = (Word("".join(_MARKS.findall(text)), line, inside),)
                 command = Command(words, (), (), line, line, inside)
                 return self.unknown(begin, line, quoted, (command,))
         name = _NAME.search(inside)

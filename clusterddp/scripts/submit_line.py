@@ -573,8 +573,7 @@ class _Translation:
 
     def exports_all(self, statement: Statement) -> bool:
         """Return whether a statement follows `set -a`, which exports every variable."""
-        last = [exports for line, exports in self.set_all if line < statement.first][-1:]
-        return last == [True]
+        return [exports for line, exports in self.set_all if line < statement.first][-1:] == [True]
 
     def pieces_of_the_command(self, others: Sequence[Statement]) -> list[Statement]:
         """Return the statements that export parts of the command with several words."""

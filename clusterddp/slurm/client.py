@@ -290,8 +290,7 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[s
     asked = [*dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids)]
     each = ["-r"] if any("_" in job_id for job_id in job_ids) else []
     ids, form = ",".join(asked), "%i %A %S|%T|%r|%k"
-    argv = ["squeue", "-h", "-a", *each, "-t", "all", "-j", ids, "-o", form]
-    answer = ask(argv, environ)
+    answer = ask(["squeue", "-h", "-a", *each, "-t", "all", "-j", ids, "-o", form], environ)
     if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
         raise SlurmError(f"squeue: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
     jobs: dict[str, JobState] = {}
@@ -571,8 +570,7 @@ def kill_wait(environ: Mapping[str, str], folders: Sequence[str] = _CONF_FOLDERS
         paths = [Path(named)]
     text = "include"
     with contextlib.suppress(OSError):
-        texts = (path.read_text(errors="replace") for path in paths if path.is_file())
-        text = next(texts, text)
+        text = next((path.read_text(errors="replace") for path in paths if path.is_file()), text)
     if found := re.search(r"^\s*KillWait\s*=\s*(\d+)", text, re.MULTILINE | re.IGNORECASE):
         return int(found[1])
     return None if re.search(r"^\s*include\b", text, re.MULTILINE | re.IGNORECASE) else 30

@@ -103,8 +103,7 @@ def exit_codes(log: str) -> dict[str, int]:
 
 def lost_nodes(log: str) -> tuple[str, ...]:
     """Return the nodes that srun reported as failed."""
-    lists = _NODE_LOST.findall(log)
-    return tuple(dict.fromkeys(host for text in lists for host in hosts_of(text)))
+    return tuple(dict.fromkeys(host for text in _NODE_LOST.findall(log) for host in hosts_of(text)))
 
 
 def launch_failure(log: str) -> tuple[str, str] | None:

@@ -14,7 +14,7 @@ from clusterddp import formatting, log, polling
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, RequestError
 from clusterddp.run import events
 from clusterddp.run.attempt import attempt_offset, printed_bytes
-from clusterddp.run.history import History
+from clusterddp.run.history import History, causes_by_attempt
 from clusterddp.run.hold import is_hold
 from clusterddp.run.rank_log import RankLog
 from clusterddp.run.run_dir import RunDir
@@ -327,15 +327,15 @@ class _Watch:
     def _log_requeues(self, status: RunStatus) -> None:
         reasons = [*status.restart_reasons, *filter(None, [status.pending_restart_reason])]
         known = len(reasons) if self._requeues is None else self._requeues
-        for reason in reasons[known:]:
-            self._log(": ".join(["requeued", reason, *self._failure(reason)]))
+        if reasons[known:]:
+            history = History.read(self._run)
+            attempts = [*causes_by_attempt(history.events), *[0] * len(reasons)]
+            for reason, attempt in [*zip(reasons, attempts, strict=False)][known:]:
+                end = next(reversed(history.every(events.Ended, attempt)), events.Ended())
+                failure = end.first_failure.describe() if end.first_failure else end.how
+                why = f": {failure}" if failure and reason == events.Cause.FAILED else ""
+                self._log(f"requeued: {reason}{why}")
         self._requeues = len(reasons)
-
-    def _failure(self, reason: str) -> list[str]:
-        """Return the failure for which the run was requeued, if any, as a list of one."""
-        ends = History.read(self._run).every(events.Ended) if reason == events.Cause.FAILED else []
-        failed = [end.first_failure.describe() for end in ends[-1:] if end.first_failure]
-        return failed or [end.how for end in ends[-1:] if end.how]
 
     def _log_problem(self, problem: str) -> None:
         if problem and problem != self._problem:

@@ -247,8 +247,7 @@ def _checkpoints(run: RunDir, status: RunStatus, resumed: Collection[Path]) -> I
     known = list(catalog.iter_candidates(run, None))
     best = next(catalog.iter_best(run, None), None)
     of_best = [each.path for each in known if best and catalog.step_of(each.path) == best.step]
-    valid = [path for path in of_best if _is_valid(path)]
-    kept = {newest, *(valid[:1] or of_best)}
+    kept = {newest, *([path for path in of_best if _is_valid(path)][:1] or of_best)}
     latest = attempts.latest(run)
     for each in known:
         is_at_work = status.state in ACTIVE and each.attempt == latest

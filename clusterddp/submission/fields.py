@@ -392,8 +392,7 @@ def remarks(spec: JobSpec) -> tuple[str, ...]:
 
 def slurm_folder() -> str:
     """Return the directory of Slurm's commands, or empty if it is on every PATH."""
-    folders = os.get_exec_path()
-    found = next((each for each in folders if os.access(f"{each}/sbatch", os.X_OK)), "")
+    found = next((each for each in os.get_exec_path() if os.access(f"{each}/sbatch", os.X_OK)), "")
     return "" if found in ("/usr/bin", "/bin", "/usr/local/bin") else found
 
 

@@ -169,8 +169,7 @@ def resume(
         is_new = not run.script.is_file() or script != _recorded_script(run)
         if terms.upgrade_clusterddp or is_new or not bundle.verify_bundle(run):
             new += stack.enter_context(bundle.replaced_bundle(run))
-        submission = _submit(claims, before, plan, terms, new)
-        return dataclasses.replace(plan, submission=submission)
+        return dataclasses.replace(plan, submission=_submit(claims, before, plan, terms, new))
 
 
 def _changed(

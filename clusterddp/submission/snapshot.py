@@ -267,8 +267,7 @@ def _warn_of_outputs(taken: Snapshot, tree: Path, folder: Path) -> None:
 def _is_checkpoint(name: str) -> bool:
     """Return whether a file looks like a checkpoint of an earlier run."""
     path = PurePosixPath(name)
-    folders = path.parent.parts
-    in_outputs = any(_OUTPUTS.fullmatch(part) or _SAVED.match(part) for part in folders)
+    in_outputs = any(_OUTPUTS.fullmatch(part) or _SAVED.match(part) for part in path.parent.parts)
     return path.suffix in _SUFFIXES and (in_outputs or bool(_SAVED.match(path.name)))
 
 

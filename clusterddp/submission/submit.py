@@ -179,8 +179,7 @@ def _send_to_queue(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDi
     if spec.trial and is_array(script):  # a trial that is submitted with its sweep's script
         runs = [run]
     indices = [_index_of(each) for each in runs]
-    overrides = _overrides(spec, indices, awaited)
-    job = sbatch.submit(spec, script, run, exclude=exclude, **overrides)
+    job = sbatch.submit(spec, script, run, exclude=exclude, **_overrides(spec, indices, awaited))
     folder, names = str(Path.cwd()), [f"{job.job_id}_{index}" for index in indices]
     sent, by = events.Submitted, spec.launcher
     if runs and run != runs[0]:

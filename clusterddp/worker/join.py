@@ -128,8 +128,7 @@ def _rendezvous(
         return {**dataclasses.asdict(agreed), **vars(answer)}
 
     # Meanwhile rank 0 calls a user function, which may have to download its data.
-    is_own = is_reference(config.dataset)
-    patience = _OWN_DATA_SECONDS if is_own else rendezvous.GRACE_SECONDS
+    patience = _OWN_DATA_SECONDS if is_reference(config.dataset) else rendezvous.GRACE_SECONDS
     timeout = config.rendezvous_seconds(env.num_nodes)
     decision = rendezvous.agree(store, env, vars(info), decide, timeout, patience)
     agreed, answer = files.load(Agreement, decision), files.load(_Answer, decision)

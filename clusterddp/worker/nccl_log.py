@@ -105,8 +105,7 @@ class NcclLog:
     def _keep(self) -> bool:
         """Write the lines if there are new ones; return whether NCCL has started."""
         with self._keeping:
-            logs = [_head(path) for path in self._files()[:8]]
-            text = "\n".join(logs)
+            text = "\n".join([_head(path) for path in self._files()[:8]])
             lines = summarize(text)
             if not lines or lines == self._text:
                 return _STARTED in text

@@ -103,8 +103,7 @@ class _Task:
 def _run(task: _Task) -> int:
     config, env = task.config, task.env
     own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
-    interfaces = own_gloo_interfaces(os.environ, env.world_size)
-    own = {**env.to_environ(), **own_device, **interfaces}
+    own = {**env.to_environ(), **own_device, **own_gloo_interfaces(os.environ, env.world_size)}
     change_environment(own)  # CUDA reads it only once
     bound = tcp_store.bind(env, os.environ)  # first, so that no rank must retry
     reading: _Reading | None = _begin_reading(config, env)
@@ -313,8 +312,7 @@ def _train(
 
     config, env, deadline = task.config, task.env, task.deadline
     attempt, agreed, device = joined.attempt, joined.agreed, joined.device
-    request = stop.requested
-    liveness_writer = LivenessWriter(attempt, request)
+    liveness_writer = LivenessWriter(attempt, stop.requested)
     with liveness_writer if env.rank == 0 else nullcontext():
         if env.rank == 0:
             poll_time_limit(deadline, os.environ)

@@ -49,8 +49,7 @@ def expose_tracker(
     if WANDB in trackers and "WANDB_RUN_ID" not in environ:
         tracked = replace(tracked, wandb=tracked.wandb or secrets.token_hex(8))
     if MLFLOW in trackers and "MLFLOW_RUN_ID" not in environ and not tracked.mlflow:
-        made = (make or _make)(argv, run.name, environ)
-        tracked = replace(tracked, mlflow=made)
+        tracked = replace(tracked, mlflow=(make or _make)(argv, run.name, environ))
     if tracked != before:
         try:
             files.write_record(run.tracked, tracked)

@@ -952,11 +952,19 @@ def test_ranks_that_lost_each_other_after_a_suspension_are_started_again(
 
 
 def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: Workplace) -> None:
-    run = command_run(workplace)
+    run = early(workplace, "from clusterddp import DistEnv\n")
     record(run, 0, 138, signal="SIGUSR1")
     got = finish_attempt(workplace, run, 138, requeue=True)
     assert last(run, "ended")["cause"] == "failed"
     assert f"does not handle that signal: {LOST}" in got.out
+
+
+def early(workplace: Workplace, text: str = "from clusterddp.loop import Loop\n") -> RunDir:
+    """A run whose script has this text."""
+    run = command_run(workplace)
+    workplace.monkeypatch.chdir(workplace.folder)
+    (workplace.folder / "train.py").write_text(text)
+    return run
 
 
 @pytest.mark.parametrize("loop", ["train.py", "model.py", "record"])
@@ -964,9 +972,7 @@ def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: W
 def test_a_signal_before_the_loop_has_begun_interrupts_the_run(
     workplace: Workplace, name: str, loop: str
 ) -> None:
-    run = command_run(workplace)
-    workplace.monkeypatch.chdir(workplace.folder)
-    (workplace.folder / "train.py").write_text("import model\n")
+    run = early(workplace, "import model\n")
     if loop == "record":  # an earlier attempt had one
         run.resolved.write_text("{}")
     else:
@@ -976,17 +982,58 @@ def test_a_signal_before_the_loop_has_begun_interrupts_the_run(
         record(run, rank, code, signal=name)
     got = finish_attempt(workplace, run, code)
     ended = last(run, "ended")
-    assert (got.code, ended["cause"], ended["code"]) == (75, "signal", "CD1208")
-    assert f"rank 0 got {name} before it could save a checkpoint [CD1208]" in got.out
+    assert (got.code, ended["cause"], ended["code"]) == (75, "signal", "CD1220")
+    line = (
+        f"rank 0 on h01 (logs/rank-0.log) got {name} outside of its Loop, and saved no checkpoint"
+    )
+    assert f"{line} [CD1220]" in got.out
     assert "resume with: clusterddp resume own" in got.out
     assert "failed first" not in got.out
     finish_attempt(workplace, run, code, requeue=True)
     assert kinds(run)[-1] == "requeued"
 
 
-def test_a_command_without_a_loop_that_dies_of_term_has_failed(workplace: Workplace) -> None:
-    run = command_run(workplace)
-    record(run, 0, 143, signal="SIGTERM")
+def test_two_attempts_in_a_row_that_came_to_no_loop_are_enough(workplace: Workplace) -> None:
+    run = early(workplace)
+    for number in (1, 2):
+        if number == 2:
+            begun(run, 2, 1)
+        record(run, 0, 138, signal="SIGUSR1", number=number)
+        finish_attempt(workplace, run, 138, requeue=True, number=number)
+        assert kinds(run)[-1] == ("requeued" if number == 1 else "ended")
+    assert "2 attempts in a row made no progress" in last(run, "ended")["why"]
+
+
+def test_a_stop_before_the_loop_is_a_stop(workplace: Workplace) -> None:
+    run = early(workplace)
+    add_event(run, "stop_requested", job_id="17", attempt=1)
+    record(run, 0, 138, signal="SIGUSR1")
+    assert finish_attempt(workplace, run, 138, requeue=True).code == 75
+    assert (last(run, "ended")["cause"], last(run, "ended")["code"]) == ("stopped", "CD1204")
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "log"),
+    [
+        ("from clusterddp import DistEnv\n", [{}], ""),
+        ("", [{}], ""),
+        ("", [], "srun: error: h01: task 0: Terminated\n"),
+        (
+            "import clusterddp.loop\n",
+            [{}],
+            "slurmstepd: error: StepId=17.0 exceeded memory limit (9 > 8), being killed\n",
+        ),
+        ("import clusterddp.loop\n", [{}, {"exit_code": 0, "signal": None}], ""),
+    ],
+    ids=["no Loop", "nothing", "no record", "memory", "one is done"],
+)
+def test_term_is_a_failure_without_a_loop_or_if_it_may_follow_from_another_end(
+    workplace: Workplace, text: str, ranks: list[dict[str, Any]], log: str
+) -> None:
+    run = early(workplace, text)
+    for rank, fields in enumerate(ranks):
+        record(run, rank, 143, **{"signal": "SIGTERM", **fields})
+    run.job_log.write_text(f"x, job 17 on h01, Tue\n{log}")
     assert finish_attempt(workplace, run, 143, requeue=True).code == 143
     assert last(run, "ended")["cause"] == "failed"
 

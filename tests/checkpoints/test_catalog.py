@@ -342,8 +342,7 @@ def test_what_is_handed_on_comes_from_all_earlier_attempts(run: RunDir) -> None:
 
 
 def test_a_checkpoint_of_another_run_stays_there(run: RunDir, tmp_path: Path) -> None:
-    other = RunDir(tmp_path / "other")
-    source = attempt(other, 1, 7).checkpoints / name_of(7)
+    source = attempt(RunDir(tmp_path / "other"), 1, 7).checkpoints / name_of(7)
     for number, chosen in ((1, source), (2, None)):
         made = Attempt(run, number)
         made.path.mkdir(parents=True)
@@ -373,8 +372,7 @@ def test_where_there_are_no_hard_links_copies_are_made(
 
 
 def test_the_list_of_a_sharded_checkpoint_is_one_of_sha256sums(run: RunDir) -> None:
-    first = attempt(run, 1)
-    path = make_sharded(first.checkpoints, 100)
+    path = make_sharded(attempt(run, 1).checkpoints, 100)
     checked = subprocess.run(
         ["sha256sum", "--check", checksum_of(path).name],
         cwd=path.parent, capture_output=True, text=True, check=True,
@@ -438,8 +436,7 @@ def test_a_checkpoint_whose_shard_is_damaged_is_passed_over(
     ],
 )
 def test_a_list_that_leads_elsewhere_is_no_list(run: RunDir, name: str) -> None:
-    first = attempt(run, 1)
-    path = make(first.checkpoints, 100)
+    path = make(attempt(run, 1).checkpoints, 100)
     with checksum_of(path).open("a") as sums:
         sums.write(f"{'0' * 64}  {name}\n")
     with pytest.raises(UnusableError, match=r"is damaged: its shard .*: missing"):

@@ -231,8 +231,7 @@ def test_no_snapshot_is_due_before_the_optimizer_has_a_state(
     attempt: Attempt, memories: list[Address]
 ) -> None:
     """To give it one, torch would make a step: another bias correction follows."""
-    seen = run_ranks(2, rank_with_a_new_optimizer, attempt.path, memories)
-    assert seen[0] == [False, True]
+    assert run_ranks(2, rank_with_a_new_optimizer, attempt.path, memories)[0] == [False, True]
 
 
 def test_two_lost_neighbours_cost_the_snapshot_and_leave_no_state_behind(

@@ -385,8 +385,7 @@ def late(rank: int, world_size: int, addresses: list[str], folder: Path) -> tupl
     for _ in range(2):
         trained.take_first()
         layout: Any = trained.snapshots._layout
-        half = layout._halves[0]
-        seen.append(node_memory.read_steps(half, layout._member)[1])
+        seen.append(node_memory.read_steps(layout._halves[0], layout._member)[1])
         trained.snapshots._first_due = 0.0
     return seen[0], seen[1]
 
@@ -435,8 +434,7 @@ def test_the_memory_has_no_name_and_is_gone_with_its_owner() -> None:
     before = subprocess.run(argv, capture_output=True, text=True, check=False).stdout
     address = Address.create()
     node_memory.write_header(address.halves[0], Path("/run"), [address])
-    after = subprocess.run(argv, capture_output=True, text=True, check=False).stdout
-    assert before == after
+    assert before == subprocess.run(argv, capture_output=True, text=True, check=False).stdout
     assert node_memory.read_members(address.halves[0]) == [address]
     assert node_memory.read_attempt(address.halves[0]) == Path("/run")
 

@@ -156,8 +156,7 @@ def test_without_single_the_fewest_devices_are_the_baseline() -> None:
 
 
 def test_repeated_rows_give_medians_and_the_spread() -> None:
-    rates = [100, 130, 110]
-    trials = [trial(SINGLE, rate, accuracy=rate / 1000) for rate in rates]
+    trials = [trial(SINGLE, rate, accuracy=rate / 1000) for rate in [100, 130, 110]]
     [line] = results(trials)
     assert (line.images_per_second, line.accuracy) == (110, 0.11)
     assert line.images_per_second_by_run == (100, 130, 110)

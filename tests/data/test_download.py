@@ -65,8 +65,7 @@ def test_fetch_puts_a_verified_set_into_place(tmp_path: Path, raw: Path, mirror:
 
 
 def test_ensure_fetches_where_it_may(tmp_path: Path, mirror: Path) -> None:
-    info = mnist.ensure("mnist", str(tmp_path / "new"), {"mnist": fetch})
-    assert info.test_images == 10
+    assert mnist.ensure("mnist", str(tmp_path / "new"), {"mnist": fetch}).test_images == 10
 
 
 def test_fetch_leaves_a_whole_set_as_it_is(tmp_path: Path, mirror: Path) -> None:
@@ -178,8 +177,7 @@ def as_hostile_tar(raw: Path, place: Path) -> Path:
             member = tarfile.TarInfo(f"../../escaped/{name}")
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
-        absolute = tarfile.TarInfo(f"{place.parent}/absolute.txt")
-        archive.addfile(absolute, io.BytesIO(b""))
+        archive.addfile(tarfile.TarInfo(f"{place.parent}/absolute.txt"), io.BytesIO(b""))
     return place.with_suffix(".tar")
 
 
@@ -206,8 +204,7 @@ def test_import_of_the_real_mnist(mnist_dir: Path, tmp_path: Path) -> None:
 
 def test_importing_the_same_set_again_changes_nothing(raw: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        info = import_from(raw, str(tmp_path / "new"))
-        assert info.train_images == 30
+        assert import_from(raw, str(tmp_path / "new")).train_images == 30
 
 
 def test_import_does_not_overwrite_another_set(raw: Path, tmp_path: Path) -> None:

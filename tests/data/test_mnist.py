@@ -217,8 +217,7 @@ def test_ensure_renders_a_synthetic_set_that_is_missing(
 
 
 def test_ensure_takes_a_synthetic_set_of_any_size(small: Path, logged: list[str]) -> None:
-    info = ensure("synthetic", str(small), SOURCES)
-    assert (info.train_images, logged) == (30, [])
+    assert (ensure("synthetic", str(small), SOURCES).train_images, logged) == (30, [])
 
 
 def test_ensure_takes_the_digits_of_an_older_generator(
@@ -226,8 +225,7 @@ def test_ensure_takes_the_digits_of_an_older_generator(
 ) -> None:
     sums = raw / mnist.SUMS
     sums.write_text(sums.read_text().replace(", generator 2", ""))
-    info = ensure("synthetic", str(small), SOURCES)
-    assert (info.train_images, logged) == (30, [])
+    assert (ensure("synthetic", str(small), SOURCES).train_images, logged) == (30, [])
     with pytest.raises(DataError, match=r"seed 0\), expected .*generator 2"):
         generate(str(small), train_images=30, test_images=10)
 

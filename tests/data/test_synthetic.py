@@ -33,8 +33,7 @@ def test_a_seed_gives_these_bytes_on_every_machine(tmp_path: Path) -> None:
 
 def test_another_seed_gives_other_digits(tmp_path: Path) -> None:
     for seed in (0, 1):
-        place = tmp_path / str(seed)
-        generate(str(place), train_images=20, test_images=20, seed=seed)
+        generate(str(tmp_path / str(seed)), train_images=20, test_images=20, seed=seed)
     first, second = (read(tmp_path / str(seed), "train")[0] for seed in (0, 1))
     assert not np.array_equal(first, second)
 

@@ -94,8 +94,7 @@ def test_it_is_told_who_is_where_and_what_to_know() -> None:
 def test_it_travels_as_json() -> None:
     terms = decide(TrainConfig(), [info(0), info(2)])
     agreed = dataclasses.replace(terms, run_dir="runs/one", attempt=2, global_batch_size=64)
-    content = json.loads(json.dumps({**asdict(agreed), "sent": 0.1}))
-    assert load(Agreement, content) == agreed
+    assert load(Agreement, json.loads(json.dumps({**asdict(agreed), "sent": 0.1}))) == agreed
 
 
 @pytest.mark.parametrize("strategy", ["dp", "single"])
@@ -236,5 +235,4 @@ def rank_exchanges(rank: int, _: int) -> tuple[int, list[Any]]:
 
 
 def test_gloo_has_no_tensor_of_an_exchange_any_more_once_it_is_over() -> None:
-    values = [{"rank": "x" * rank} for rank in range(3)]
-    assert run_ranks(3, rank_exchanges) == [(0, values)] * 3
+    assert run_ranks(3, rank_exchanges) == [(0, [{"rank": "x" * rank} for rank in range(3)])] * 3

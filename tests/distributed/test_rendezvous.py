@@ -152,8 +152,7 @@ def test_rank_0_may_take_its_time_to_decide_where_it_was_given_that(
 
     first = in_background(lambda: meet([env(0, 2, port)], decide)[0])
     client(port)
-    seconds = PATIENCE if patient else 0.2
-    second = meet([env(1, 2, port)], decide, 0.5, decision_seconds=seconds)[0]
+    second = meet([env(1, 2, port)], decide, 0.5, decision_seconds=PATIENCE if patient else 0.2)[0]
     other_left.set()
     assert first() == {"ranks": [0, 1]}
     if patient:
@@ -212,12 +211,10 @@ def test_a_restarted_worker_waits_for_rank_0_to_start_again(
     agent: Any, looks: Callable[[], None]
 ) -> None:
     ranks = [env(0, 2, agent.port), env(1, 2, agent.port)]
-    environ = {0: under_agent(), 1: under_agent()}
-    meet(ranks, count, PATIENCE, environ)
+    meet(ranks, count, PATIENCE, {0: under_agent(), 1: under_agent()})
     second = in_background(lambda: meet([ranks[1]], count, PATIENCE, {0: under_agent()})[0])
     looks()
-    first = meet([ranks[0]], count, PATIENCE, {0: under_agent()})[0]
-    assert first == second() == {"ranks": [0, 1]}
+    assert meet([ranks[0]], count, PATIENCE, {0: under_agent()})[0] == second() == {"ranks": [0, 1]}
 
 
 def test_a_rank_0_that_died_before_all_had_come_is_followed_to_its_next_round(agent: Any) -> None:
@@ -316,8 +313,7 @@ def test_the_entry_of_a_worker_of_another_run_is_none(
         lambda: meet([env(0, 2, agent.port)], count, environ={0: under_agent()})[0]
     )
     agent.wait(["clusterddp/1/identity"])
-    forger = keys_of(under_agent(CLUSTERDDP_NONCE="77ab"), agent, 1)
-    forger.set("enters/1", '{"token": "00"}')
+    keys_of(under_agent(CLUSTERDDP_NONCE="77ab"), agent, 1).set("enters/1", '{"token": "00"}')
     entered.set()
     assert "1 of 2 ranks did not join" in str(first())
 

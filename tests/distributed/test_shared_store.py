@@ -195,8 +195,7 @@ def test_a_process_whose_first_one_is_stopped_connects_alone(
     os.waitid(os.P_PID, first.pid, os.WSTOPPED)  # all its threads
     store.set("progress/1", "1")
     assert (rank_0.connections, rank_0.values) == (1, {"progress/1": b"1"})
-    late = SharedStore(name, rank_0.connect, BEAT, BEAT)
-    assert late.check(["progress/1"])
+    assert SharedStore(name, rank_0.connect, BEAT, BEAT).check(["progress/1"])
 
 
 def test_a_store_that_does_not_answer_is_not_left_for_gone(name: str) -> None:

@@ -363,8 +363,7 @@ def test_the_python_of_an_image_is_not_started(tree: Path, workplace: Workplace)
 def test_an_image_that_is_not_here_is_warned_of(
     sweep: Sweep, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked = spec(container_image="/absent.sif", python="python3", sweep=sweep)
-    check_commands(asked, "")
+    check_commands(spec(container_image="/absent.sif", python="python3", sweep=sweep), "")
     warned = "the image /absent.sif is not on this machine. Check that it exists on the nodes"
     assert warned in capfd.readouterr().err
 

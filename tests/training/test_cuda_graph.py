@@ -28,8 +28,7 @@ def noisy_net() -> nn.Module:
 
 def graphed_step(model: nn.Module, kind: str = "sgd", **settings: Any) -> Step:
     adam = optim.AdamW(model.parameters(), 0.01, weight_decay=0.1, fused=True)
-    sgd = optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    update = adam if kind == "adamw" else sgd
+    update = adam if kind == "adamw" else optim.SGD(model.parameters(), 0.1, momentum=0.9)
     return Step(model, update, MetricSums(CPU), device=CPU, **settings)
 
 

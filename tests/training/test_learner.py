@@ -180,8 +180,7 @@ def _relaid(value: Any) -> Any:
     """A checkpoint's content with torch's usual strides where there is one input channel."""
     if isinstance(value, Tensor):
         one = value.dim() == 4 and value.shape[1] == 1
-        layout = torch.contiguous_format if one else torch.preserve_format
-        return value.clone(memory_format=layout)
+        return value.clone(memory_format=torch.contiguous_format if one else torch.preserve_format)
     if isinstance(value, dict):
         return {name: _relaid(item) for name, item in value.items()}
     return value

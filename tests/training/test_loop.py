@@ -279,8 +279,7 @@ def test_an_interval_of_minutes_goes_by_the_clock(
     synthetic_dir: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(synthetic_dir, save_every="2m", keep_last=99, log_every=100)
-    ours = timed(Clock(monkeypatch), settings, tmp_path, 35.0)
-    assert train(ours) == ""
+    assert train(timed(Clock(monkeypatch), settings, tmp_path, 35.0)) == ""
     # The first after 40 s, so that its cost is known; then every four steps, and the end.
     steps = [2, 6, 10, 14, 18, 20]
     assert names_in(tmp_path) == [catalog.name_of(step) for step in steps]
@@ -364,8 +363,7 @@ def test_a_full_disk_under_the_metrics_is_said_once_and_ends_nothing(
     metrics = Attempt(RunDir(tmp_path), 1).metrics
     metrics.unlink()
     metrics.symlink_to("/dev/full")
-    ours = build(settings, agreed)
-    assert train(ours) == ""
+    assert train(build(settings, agreed)) == ""
     said = "\n".join(logged)
     assert said.count(f"cannot write {metrics}: No space left on device") == 1
     assert "step 5: training loss" in said
@@ -493,8 +491,7 @@ def test_a_rank_is_profiled_where_it_is_the_one_named(
     wanted: str, recorded: bool, synthetic_dir: Path, tmp_path: Path, alone: None
 ) -> None:
     agreed = agree(config(synthetic_dir), tmp_path)
-    training = build(config(synthetic_dir, profile=wanted), agreed)
-    assert bool(training.profiler) is recorded
+    assert bool(build(config(synthetic_dir, profile=wanted), agreed).profiler) is recorded
 
 
 # A captured step ---------------------------------------------------------------------------------
@@ -505,8 +502,7 @@ def build_captured(
 ) -> loop.Training:
     """Of sgd, which computes with a rate of float32, as a captured step reads it."""
     ours = config(synthetic_dir, **{"optimizer": "sgd", "max_steps": 12, **settings})
-    agreed = agree(replace(ours, cuda_graph="auto"), run)
-    return build(ours, replace(agreed, cuda_graph=captured))
+    return build(ours, replace(agree(replace(ours, cuda_graph="auto"), run), cuda_graph=captured))
 
 
 def test_a_captured_training_comes_to_the_weights_of_a_plain_one(
@@ -534,8 +530,7 @@ def test_a_captured_training_that_is_cut_off_ends_as_one_in_a_piece(
     rest = build_captured(synthetic_dir, tmp_path / "cut")
     assert (rest.position.step, train(rest)) == (5, "")
     assert state.weights_sha256(rest.model) == state.weights_sha256(whole.model)
-    nothing_left = build_captured(synthetic_dir, tmp_path / "cut")
-    train(nothing_left)
+    train(build_captured(synthetic_dir, tmp_path / "cut"))
     assert captures.made == 3
 
 

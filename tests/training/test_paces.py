@@ -64,8 +64,7 @@ def test_a_rank_that_stays_slow_is_named_once_and_once_more_when_it_keeps_up(
         "warning: straggler: rank 2 on h02 has computed at 50% of the other ranks' median speed "
         "for 1m00s and 600 steps. The others wait for it. [CD0818]"
     ]
-    slow = SlowRank(2, "h02", 0.5, 100.0, 1000, 300, NOW + 30, None)
-    assert run.record == (slow,)
+    assert run.record == (SlowRank(2, "h02", 0.5, 100.0, 1000, 300, NOW + 30, None),)
     run.lines(5, FINE)
     assert len(logged) == 1
     run.lines(1, FINE)

@@ -46,8 +46,7 @@ def test_a_run_cut_off_ends_with_the_very_weights_of_one_in_a_piece(
 ) -> None:
     settings = config(synthetic_dir, **options)
     whole = train_alone(settings, tmp_path / "whole")
-    cut = train_alone(settings, tmp_path / "cut", 7)
-    assert cut["step"] == 7
+    assert train_alone(settings, tmp_path / "cut", 7)["step"] == 7
     done = train_alone(settings, tmp_path / "cut")
     assert (done["step"], done["sha256"]) == (whole["step"], whole["sha256"])
     assert done["draws"] == whole["draws"]
@@ -62,10 +61,8 @@ def test_the_scale_of_fp16_is_in_the_checkpoint(
         {**ours.learner.step.scaler.state_dict(), "scale": 4.0}
     )
     train(ours)
-    path = ours.attempt.checkpoints / catalog.name_of(3)
-    assert state.load(path)["scaler"]["scale"] == 4.0
-    again = build(settings, agree(settings, tmp_path))
-    assert again.learner.step.scaler.get_scale() == 4.0
+    assert state.load(ours.attempt.checkpoints / catalog.name_of(3))["scaler"]["scale"] == 4.0
+    assert build(settings, agree(settings, tmp_path)).learner.step.scaler.get_scale() == 4.0
 
 
 def test_two_ranks_that_accumulate_step_as_one_does_on_all_their_images(
@@ -106,8 +103,7 @@ def test_reading_by_the_loader_trains_to_the_very_weights(
         loader.Loader(mnist.torchvision_set("synthetic", str(synthetic_dir), train=train), CPU, 2)
         for train in (True, False)
     ]
-    agreed = agree(settings, tmp_path / "read")
-    read = build(settings, agreed, train_set=sets[0], test_set=sets[1])
+    read = build(settings, agree(settings, tmp_path / "read"), train_set=sets[0], test_set=sets[1])
     train(read)
     assert state.weights_sha256(read.model) == state.weights_sha256(kept.model)
     assert (read.result.accuracy, read.result.loss) == (kept.result.accuracy, kept.result.loss)
@@ -320,8 +316,7 @@ def test_a_gpu_rounds_to_tf32_where_that_was_chosen_and_only_there(
     torch.backends.cudnn.allow_tf32 = precision != "tf32"
     agreed = Agreement("gloo", "cuda", threads=torch.get_num_threads(), precision=precision)
     joined = join.JoinResult(info(0, 1), agreed, torch.device("cuda", 0))
-    env = DistEnv.from_environ({})
-    join._init_group(TrainConfig(), joined, env, dist.HashStore())
+    join._init_group(TrainConfig(), joined, DistEnv.from_environ({}), dist.HashStore())
     dist.destroy_process_group()
     assert tf32_settings() == (precision == "tf32",) * 2
 

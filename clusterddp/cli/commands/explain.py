@@ -49,8 +49,7 @@ def command(typed: tuple[str, ...], as_json: bool) -> int:
 def _shown(page: Page) -> str:
     paragraphs = page.text.partition("```text")[0].rstrip().split("\n\n")
     width = min(shutil.get_terminal_size().columns, 100) if sys.stdout.isatty() else 80
-    wrapped = [textwrap.fill(" ".join(each.split()), width) for each in paragraphs]
-    text = "\n\n".join(wrapped)
+    text = "\n\n".join([textwrap.fill(" ".join(each.split()), width) for each in paragraphs])
     return f"{page.code}: {text}\n\n{textwrap.indent(page.example, '    ')}"
 
 

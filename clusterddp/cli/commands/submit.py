@@ -64,7 +64,7 @@ class SubmitCommand(WithCommand):
 )
 @sweep_options
 @site_options
-@dry_run_option("the sbatch script; ask Slurm nothing")
+@dry_run_option("the sbatch script, unchecked by Slurm; submit nothing")
 @click.option(
     "--test-only",
     is_flag=True,

@@ -217,8 +217,7 @@ def test_q_at_a_breakpoint_is_no_failure_and_no_bar_shares_the_prompts_line(
             assert terminal.line_of(text).startswith(begin)
         for _ in range(8):  # out of the model, and through the loop that draws
             terminal.type("up" if at_once != "pass" else "return")
-            told = terminal.read_until("(Pdb) ")
-            assert BAR not in told
+            assert BAR not in terminal.read_until("(Pdb) ")
             assert terminal.line_of("(Pdb)") == "(Pdb)"
         terminal.type("q")
         terminal.read_until("no such text")

@@ -316,8 +316,7 @@ def test_a_hostile_folder_is_carried_or_refused(site: Site, value: str) -> None:
         return
     assert value in hostile.CARRIED
     shown = site.workplace.invoke("site", "--site", "new.cfg", "--json")
-    folder = json.loads(shown.out)["settings"]["data-dir"]["value"]
-    assert Path(folder) == site.folder / value
+    assert Path(json.loads(shown.out)["settings"]["data-dir"]["value"]) == site.folder / value
     assert not list(site.folder.rglob("pwned"))
 
 

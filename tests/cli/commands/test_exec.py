@@ -50,8 +50,7 @@ def test_the_command_sees_the_derived_variables_and_the_ones_it_had() -> None:
 )
 def test_the_command_is_shown_its_own_mig_device(shown: str, own: str) -> None:
     environ = {**STEP, "CUDA_VISIBLE_DEVICES": shown}
-    done = run_exec("--", sys.executable, "-c", PRINT_ENVIRON, environ=environ)
-    seen = json.loads(done.stdout)
+    seen = json.loads(run_exec("--", sys.executable, "-c", PRINT_ENVIRON, environ=environ).stdout)
     assert (seen["LOCAL_RANK"], seen["CUDA_VISIBLE_DEVICES"]) == ("1", own)
 
 
@@ -232,8 +231,7 @@ def test_a_world_that_the_commands_children_form_is_recorded(tmp_path: Path) -> 
     record = tmp_path / "outcomes/rank-5.json"
     program = tmp_path / "torchrun"  # by whose name it is known
     program.write_text(STARTS_A_RANK)
-    argv = (sys.executable, str(program), str(record))
-    done = run_exec("--run-dir", str(tmp_path), "--", *argv)
+    done = run_exec("--run-dir", str(tmp_path), "--", sys.executable, str(program), str(record))
     assert done.returncode == 0, done.stderr
     outcome = json.loads(record.read_text())
     assert outcome["nested_world"] == {"size": 1, "launcher": "torchrun"}

@@ -189,6 +189,8 @@ def test_starts_are_told_with_why_each_ended(workplace: Workplace) -> None:
     ("end", "shown"),
     [
         ({"cause": "preempted"}, "preempted"),
+        ({"cause": "failed", "how": "all hang"}, "failed: all hang"),
+        ({"cause": "node lost", "first_failure": FAILURE}, "node lost"),
         ({"cause": "failed", "first_failure": FAILURE}, f"failed: {BOOM}"),
         ({}, "failed: rank 1 on h02 failed first: killed by SIGTERM (cancelled, time limit or "
          "preempted) (logs/rank-1.log)"),

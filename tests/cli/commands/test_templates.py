@@ -37,8 +37,7 @@ def test_a_copy_renders_like_the_original(tmp_path: Path) -> None:
 
 def test_a_file_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
-    target = str(tmp_path / "mine")
-    result = CliRunner().invoke(cli, ["templates", "copy", "ddp.sbatch.j2", target])
+    result = CliRunner().invoke(cli, ["templates", "copy", "ddp.sbatch.j2", str(tmp_path / "mine")])
     assert isinstance(result.exception, RequestError)
     assert (tmp_path / "mine").read_text() == "mine"
 
