@@ -231,8 +231,8 @@ def _attempts(report: RunReport) -> list[tuple[str, str]]:
     if (figures.num_attempts or 0) < 2:
         return []
     total = f"{figures.num_attempts}, {formatting.count(figures.repeated_steps, 'step')} repeated"
-    lost = f"{formatting.duration(figures.lost_seconds)} from checkpoint to restart"
-    lines = [("attempts", f"{total}, {lost}")]
+    lost = f", {formatting.duration(figures.lost_seconds)} from checkpoint to restart"
+    lines = [("attempts", total + (lost if figures.lost_seconds else ""))]
     if len(report.attempts) > _MAX_ATTEMPTS:
         lines.append(("", f"… the latest {_MAX_ATTEMPTS}:"))
     for attempt in report.attempts[-_MAX_ATTEMPTS:]:
