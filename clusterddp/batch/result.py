@@ -344,7 +344,7 @@ class Evidence:
     @property
     def program_folder(self) -> Path:
         """Directory in which the command starts, or its copy."""
-        return self.run.code_folder if self.run.code_folder.is_dir() else Path.cwd()
+        return self.run.code_folder if self.run.code_folder.is_dir() else Path()
 
     @cached_property
     def saved_clause(self) -> str:
@@ -694,7 +694,7 @@ def _launcher_inside(evidence: Evidence) -> str:
     from clusterddp.request import nested_launcher  # rarely needed
 
     command = evidence.spec.command if evidence.spec else ()
-    found = nested_launcher.find(command) or nested_launcher.in_script(command, Path.cwd())
+    found = nested_launcher.find(command) or nested_launcher.in_script(command, Path())
     if found is None:
         return ""
     return (
