@@ -1005,12 +1005,12 @@ def test_two_attempts_in_a_row_that_came_to_no_loop_are_enough(workplace: Workpl
 
 
 def test_a_folder_that_was_removed_costs_no_verdict(workplace: Workplace) -> None:
-    run = command_run(workplace)
-    record(run, 0, 138, signal="SIGUSR1")
+    record(run := command_run(workplace), 0, 138, signal="SIGUSR1")
     (gone := workplace.folder / "gone").mkdir()
     workplace.monkeypatch.chdir(gone)
     gone.rmdir()
-    assert (finish_attempt(workplace, run, 138).code, last(run, "ended")["cause"]) == (138, "failed")
+    got = finish_attempt(workplace, run, 138).code
+    assert (got, last(run, "ended")["cause"]) == (138, "failed")
 
 
 def test_a_stop_before_the_loop_is_a_stop(workplace: Workplace) -> None:
